@@ -151,7 +151,7 @@ def is_rule(file: Path) -> bool:
     )
 
 
-def test_nothing_but_what_loads_rules_knows_a_rule() -> None:
+def test_only_the_rule_loader_names_rules() -> None:
     """Code that others need of a rule is in a file that rules share."""
     rules = {
         name
@@ -164,13 +164,13 @@ def test_nothing_but_what_loads_rules_knows_a_rule() -> None:
     assert known == {}
 
 
-def test_every_folder_and_file_has_its_row_and_every_row_its_folder() -> None:
+def test_layout_table_lists_every_folder_and_file() -> None:
     units = {name.split(".")[1] if "." in name else name for name in product_graph()} - {"__main__"}
     listed = [unit for row in documented_layers() for unit in row]
     assert sorted(listed) == sorted({*units, "__main__"})
 
 
-def test_nobody_inside_takes_public_names_from_the_package() -> None:
+def test_modules_do_not_import_the_public_names() -> None:
     taken = []
     known = sources(ROOT)
     for name, file in known.items():

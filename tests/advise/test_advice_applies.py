@@ -21,7 +21,7 @@ def report_of(name: str) -> Report:
     return advisor.analyze(str(CORPUS / name))
 
 
-def test_attention_of_transformers_is_switched_where_the_model_is_loaded() -> None:
+def test_transformers_attention_is_set_where_the_model_loads() -> None:
     """The program loads GPT-2 with attn_implementation="eager", and has no attention of its own."""
     finding = next(
         f for f in report_of("h100/gpt2_eager_attention").findings if f.rule == "unfused-attention"
@@ -37,7 +37,7 @@ def test_blocks_of_transformers_are_not_to_be_rewritten() -> None:
     assert "self.blocks" not in finding.code
 
 
-def test_a_gpu_without_tf32_is_not_asked_for_it() -> None:
+def test_tf32_is_not_advised_on_a_gpu_without_it() -> None:
     """Kernels of a V100 that use tensor cores are named s884, and the switch is not there."""
     findings = report_of("v100_train_copy_heavy.json.gz").findings
     (precision,) = [f for f in findings if f.rule == "fp32-matmul"]
@@ -65,14 +65,14 @@ def test_a_line_is_of_the_place_with_most_of_a_finding() -> None:
     assert a.recorded is not None and line_of_operator(a, "aten::_local_scalar_dense") is None
 
 
-def test_attention_that_runs_fused_is_not_a_finding_though_it_runs_in_fp32() -> None:
+def test_fused_attention_in_fp32_is_no_finding() -> None:
     """144 calls of the memory-efficient kernel; before, the program had 144 softmax kernels."""
     after = report_of("pairs/sam_2_fp32_few_syncs.json.gz")
     assert any("attention runs fused (13%" in check.text for check in after.passed)
     assert "unfused-attention" not in {finding.rule for finding in after.findings}
 
 
-def test_a_gain_that_waits_for_fixes_names_those_that_it_is_counted_after() -> None:
+def test_gain_after_other_fixes_names_these_fixes() -> None:
     """Products in tensor cores gain nothing alone, nor after the second fix alone; 3.96 ms after
     the first, 8.18 after both."""
     report = report_of("pairs/loader_autograd_workers0.json.gz")
@@ -89,14 +89,14 @@ def test_workers_alone_are_the_fix_where_pinning_is_another() -> None:
     assert "pin_memory" in code["pageable-copies"]
 
 
-def test_time_between_steps_has_one_share() -> None:
+def test_time_between_steps_is_given_as_one_share() -> None:
     page = " ".join(REPORTS.render("terminal", report_of("h100/seg_val_hist"), width=80).split())
     assert "46% of the time after the first" in page
     assert "between steps 3%" not in page
 
 
 @pytest.mark.parametrize("name", ["h100/doc_finder", "h100/voice_stream", "h100/latent_sampler"])
-def test_links_are_about_what_is_made_again(name: str) -> None:
+def test_links_match_the_rebuilt_weights(name: str) -> None:
     topic = {"doc_finder": "normalize", "voice_stream": "parametrize", "latent_sampler": "amp"}
     (finding,) = [f for f in report_of(name).findings if f.rule == "rebuilt-weights"]
     assert [topic[Path(name).name] in link for link in finding.references] == [True]

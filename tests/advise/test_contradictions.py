@@ -74,7 +74,7 @@ def text(report: Report) -> str:
     return re.sub(r"\s+", " ", REPORTS.render("terminal", report, details=True))
 
 
-def test_a_faster_host_lowers_no_gain_on_the_gpu_and_raises_none_of_launches(
+def test_faster_host_keeps_gpu_gains_and_raises_no_launch_gain(
     result: AnalysisResult,
 ) -> None:
     """Idle time that launches cause shrinks with a faster host. Where the GPU sets the pace, the
@@ -103,7 +103,7 @@ def test_a_range_holds_its_point_and_stays_within_the_step(report: Report) -> No
     assert not wrong
 
 
-def test_no_fix_of_host_time_makes_a_step_shorter_than_its_device_work(
+def test_host_fix_leaves_at_least_the_device_work(
     result: AnalysisResult,
 ) -> None:
     """A gain, the upper end of its range included, leaves all device work that it does not
@@ -164,7 +164,7 @@ def test_work_that_no_fix_changes_keeps_the_device_busy(result: AnalysisResult) 
     assert report.replay.busy_after_ns >= 0.98 * max(untouched, in_order)
 
 
-def test_no_note_says_that_work_gains_nothing_which_a_fix_gains(result: AnalysisResult) -> None:
+def test_notes_do_not_deny_gains_of_fixes(result: AnalysisResult) -> None:
     report, a = result.report, result.main
     fixed = [
         selected_gpu(a, edit.select)
@@ -180,9 +180,7 @@ def test_no_note_says_that_work_gains_nothing_which_a_fix_gains(result: Analysis
                 assert not any((selected & ~other).sum() == 0 for other in fixed), note.rule
 
 
-def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
-    result: AnalysisResult, text: str
-) -> None:
+def test_all_fixes_leave_unselected_device_work(result: AnalysisResult, text: str) -> None:
     """The step time with all fixes is the last of the steps after each, and no shorter than the
     work that is left."""
     report, a = result.report, next(iter(result.analyses.values()))
@@ -205,13 +203,13 @@ def test_all_fixes_together_leave_the_device_work_that_none_of_them_selects(
         assert after >= 0.999 * busy
 
 
-def test_a_shared_gpu_is_said_beside_its_name(report: Report, text: str) -> None:
+def test_shared_gpu_is_marked_beside_its_name(report: Report, text: str) -> None:
     shared = any(note.rule == "gpu-shared" for note in report.notes)
     device = re.search(r" device +GPU .*?( run | steps | window )", text)
     assert shared == bool(device and re.search("other process(es)? uses?", device[0]))
 
 
-def test_the_limit_of_a_phase_is_not_a_host_time_that_only_the_profiler_adds(
+def test_phase_limit_ignores_host_time_added_by_the_profiler(
     report: Report,
 ) -> None:
     """The share of the host in the run's own step is what leaves the device idle there."""
@@ -224,7 +222,7 @@ def test_the_limit_of_a_phase_is_not_a_host_time_that_only_the_profiler_adds(
         assert phases[0].limit != "host"
 
 
-def test_a_verdict_that_leads_with_a_far_smaller_gain_says_what_all_fixes_gain(
+def test_verdict_with_a_small_first_gain_gives_the_total_gain(
     report: Report,
 ) -> None:
     result = [f.impact for f in ranked_findings(report) if f.impact is not None]
@@ -244,7 +242,7 @@ def test_a_verdict_gives_the_range_of_the_gain_that_it_names(report: Report) -> 
 
 
 @pytest.mark.parametrize("name", ["h100/host_metric", "h100/gpt2_eager_attention", "dlrm_8ranks"])
-def test_one_set_of_fixes_saves_one_time_whatever_was_ticked_before(name: str) -> None:
+def test_saving_of_fixes_is_independent_of_selection_order(name: str) -> None:
     """A fix that is offered saves what the step lacks to that of both; alone, its own gain."""
     result = analyze_cached(str(CORPUS / name))
     report = result.report
@@ -267,15 +265,13 @@ def test_one_set_of_fixes_saves_one_time_whatever_was_ticked_before(name: str) -
         assert stairs[kept].saved_ns + stairs[offered].saved_ns == pytest.approx(of_two)
 
 
-def test_too_little_for_advice_and_grave_findings_exclude_each_other(
-    report: Report, text: str
-) -> None:
+def test_insufficient_data_excludes_critical_findings(report: Report, text: str) -> None:
     grave = [f.rule for f in report.findings if f.severity in ("critical", "warning")]
     assert "too few for advice" not in text or not grave
 
 
 @pytest.mark.parametrize("what", NEVER)
-def test_no_sentence_says_what_cannot_be(text: str, what: str) -> None:
+def test_reports_hold_no_impossible_sentences(text: str, what: str) -> None:
     match = re.search(NEVER[what], text)
     assert match is None, text[max(0, match.start() - 80) : match.end() + 40]
 
@@ -285,7 +281,7 @@ def test_no_device_is_unknown_beside_its_name(report: Report, text: str) -> None
         assert "model not recorded" not in text
 
 
-def test_shapes_are_missed_only_where_none_are_recorded(report: Report, text: str) -> None:
+def test_shapes_are_requested_only_where_none_are_recorded(report: Report, text: str) -> None:
     assert "no input shapes" not in text or "GEMM shapes" not in text
 
 
@@ -294,7 +290,7 @@ def test_stacks_slow_no_host_that_recorded_none(text: str) -> None:
         assert "with_stack=True shows it" not in text
 
 
-def test_without_steps_nothing_is_said_of_each_step(report: Report) -> None:
+def test_report_without_steps_has_no_per_step_figures(report: Report) -> None:
     """Summaries and fixes of a recording without steps are of the recording."""
     if report.scope.step_source != "whole trace":
         return
@@ -318,14 +314,14 @@ def test_snippets_of_python_can_be_pasted(report: Report) -> None:
     assert not wrong
 
 
-def test_the_first_sentence_of_a_fix_says_what_to_do(report: Report) -> None:
+def test_fix_starts_with_the_action(report: Report) -> None:
     """A short report shows no other: it refers to nothing before it, and is not cut."""
     begins = r"(?:First|Then|Otherwise|Or|Also|Too|It|This|That|These|Those|They|Run \d+|\d+)\b"
     sentences = [t.first_sentence(each.fix) for each in (*report.findings, *report.notes)]
     assert not [each for each in sentences if re.match(begins, each) or each.endswith("…")]
 
 
-def test_code_for_a_collective_that_was_not_recorded_is_not_shown() -> None:
+def test_code_for_unrecorded_collectives_is_not_shown() -> None:
     """All-to-alls have most of the exposed time; all-gathers and all-reduces have the rest."""
     result = analyze_cached(str(CORPUS / "two_ranks_rank0.json.gz")).report.findings
     finding = next(f for f in result if f.rule == "exposed-communication")
@@ -390,7 +386,7 @@ def test_a_claim_agrees_with_its_file(name: str, says: str, denies: str) -> None
         ),
     ],
 )
-def test_a_report_says_what_matters_once(name: str, says: str, denies: str) -> None:
+def test_report_states_key_facts_once(name: str, says: str, denies: str) -> None:
     report = analyze_cached(str(CORPUS / f"{name}.json.gz")).report
     text = re.sub(r"\s+", " ", REPORTS.render("terminal", report, details=True))
     assert re.search(says, text)
@@ -445,7 +441,7 @@ def test_a_report_fits_a_screen(report: Report) -> None:
     ],
     ids=lambda path: str(path.name),
 )
-def test_a_report_of_ranks_memory_or_a_run_on_the_host_fits_a_screen(source: Path) -> None:
+def test_rank_memory_and_host_reports_fit_a_screen(source: Path) -> None:
     test_a_report_fits_a_screen(engine.analyze(str(source), Options(config={})))
 
 
@@ -473,13 +469,13 @@ def test_low_use_of_the_peak_is_of_steps_of_matrix_work(report: Report) -> None:
         assert share * (report.busy_share or 0) > 0.25
 
 
-def test_links_are_about_the_collective_that_is_advised(report: Report) -> None:
+def test_links_match_the_advised_collective(report: Report) -> None:
     for finding in report.findings:
         if "all-to-all" in finding.fix and "all_to_all" in finding.code:
             assert not any("ddp" in link or "fsdp" in link for link in finding.references)
 
 
-def test_a_host_that_runs_ahead_bounds_what_faster_kernels_save() -> None:
+def test_host_running_ahead_bounds_gain_of_faster_kernels() -> None:
     """The host's own steps of ads_ranker take 8.49 ms while profiled; the step had 12 ms, and 6.3
     to 6.8 with the cure."""
     result = analyze_cached(str(CORPUS / "h100/ads_ranker"))
@@ -499,7 +495,7 @@ def test_idle_time_that_two_edits_of_a_fix_select_counts_once() -> None:
     assert finding.impact.high_ns <= idle / result.main.step_count
 
 
-def test_a_fix_of_dense_layers_saves_the_idle_time_of_dense_layers() -> None:
+def test_dense_layer_fix_saves_idle_time_of_dense_layers() -> None:
     result = analyze_cached(str(CORPUS / "dlrm_8ranks"))
     (finding,) = [f for f in result.report.findings if f.rule == "launch-bound"]
     assert "only the dense layers" in finding.fix
@@ -510,7 +506,7 @@ def test_a_fix_of_dense_layers_saves_the_idle_time_of_dense_layers() -> None:
     assert not {place.op for place in finding.where} & {"aten::copy_", "record_param_comms"}
 
 
-def test_fixes_that_take_from_each_other_what_they_need_are_alternatives() -> None:
+def test_incompatible_fixes_are_alternatives() -> None:
     """Sizes of sparse gradients vary from step to step, and CUDA graphs need the same ones."""
     report = analyze_cached(str(CORPUS / "h100/wide_embedding")).report
     assert [f.rule for f in ranked_findings(report)] == ["dense-embedding-gradient"]
@@ -520,7 +516,7 @@ def test_fixes_that_take_from_each_other_what_they_need_are_alternatives() -> No
     assert text.count("instead of this fix") == 1
 
 
-def test_savings_of_copies_beyond_their_own_time_are_late_launches(report: Report) -> None:
+def test_copy_savings_beyond_copy_time_are_late_launches(report: Report) -> None:
     """A copy that blocks the host until the GPU is done delays the launches after it."""
     late = sum(cause.ns for cause in report.idle if cause.cause in LATE_CAUSES)
     text = re.sub(r"\s+", " ", REPORTS.render("terminal", report, details=True))
@@ -533,7 +529,7 @@ def test_savings_of_copies_beyond_their_own_time_are_late_launches(report: Repor
         assert saved <= 1.5 * copy_ns or "late launches leave the GPU idle" in text
 
 
-def test_fixes_of_the_host_leave_work_that_was_launched_before_the_recording() -> None:
+def test_host_fixes_leave_work_launched_before_the_recording() -> None:
     """An H100 trains a radiance field: 27.7 ms of work per step, 1.03 of it launched before."""
     result = analyze_cached(str(CORPUS / "h100" / "nerf_scene"))
     (a,) = result.analyses.values()

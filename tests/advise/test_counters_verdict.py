@@ -23,7 +23,7 @@ CORPUS = Path(__file__).parents[1] / "corpus"
     "name",
     ["deepseek_ocr_rtx5090.csv.gz", "sparse_matmul_a10g.ncu-rep.gz"],
 )
-def test_the_kernel_that_is_first_has_one_name_everywhere(name: str) -> None:
+def test_first_kernel_has_the_same_name_everywhere(name: str) -> None:
     report = advisor.analyze(CORPUS / "ncu" / name)
     first = re.split(r"First: |The largest estimated gain, [^:]+: ", report.verdict)[1]
     kernel = first[first.index("(") + 1 : first.index(")")].split(" and ")[0]
@@ -33,7 +33,7 @@ def test_the_kernel_that_is_first_has_one_name_everywhere(name: str) -> None:
     assert kernel in " ".join(findings.split())
 
 
-def test_kernels_that_wait_at_a_low_occupancy_have_something_to_do() -> None:
+def test_latency_bound_kernels_at_low_occupancy_get_advice() -> None:
     report = advisor.analyze(CORPUS / "rocprof" / "rocprof_compute_sample.db.gz")
     longest = max(report.kernel_counters, key=lambda k: (k.duration_ns or 0) * k.profiled)
     assert longest.occupancy == pytest.approx(0.094, abs=0.001) and not report.notes
@@ -71,7 +71,7 @@ def raw_launches(path: Path) -> list[str]:
         ("a100_train_6steps", 6, 22, ["adagrad_unweighted_kernel_cta_per_row_1"]),
     ],
 )
-def test_the_profiled_launches_are_of_the_third_step_and_have_the_chosen_kernels(
+def test_profiled_launches_are_chosen_kernels_of_the_third_step(
     name: str, steps: int, per_step: int, chosen: list[str]
 ) -> None:
     path = CORPUS / f"{name}.json.gz"
@@ -93,7 +93,7 @@ def test_kernels_of_a_device_that_mostly_waits_are_not_profiled() -> None:
     assert advisor.analyze(CORPUS / "linear_2080ti_launch_bound.json.gz").profile_kernels == []
 
 
-def test_a_kernel_is_matched_by_the_name_that_nsight_compute_gives_it() -> None:
+def test_kernel_is_matched_by_its_nsight_compute_name() -> None:
     names = {
         "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 4>(float*)": (
             "CatArrayBatchedCopy"
@@ -138,7 +138,7 @@ def test_kernels_of_libraries_are_known_by_their_names(kernel: str, library: str
     assert library_of(kernel) == library
 
 
-def test_a_gain_below_the_loss_says_what_limits_it() -> None:
+def test_gain_below_the_loss_names_its_limit() -> None:
     """1.07 waves: 47% is lost, but L1 is busy for 81% of the time already."""
     (note,) = advisor.analyze(CORPUS / "ncu" / "sparse_matmul_a10g.ncu-rep.gz").notes
     assert "47% of the kernel's time" in note.summary
@@ -164,7 +164,7 @@ def test_the_reference_of_an_example_does_not_lead(name: str) -> None:
     assert "Reference" not in below and "Uncoalesced" not in below
 
 
-def test_advice_of_the_profiler_stands_once_and_without_its_links() -> None:
+def test_profiler_advice_appears_once_without_links() -> None:
     report = advisor.analyze(CORPUS / "ncu" / "sparse_matmul_a10g.ncu-rep.gz")
     page = " ".join(REPORTS.render("terminal", report, details=True).split())
     assert "Best Practices Guide" not in page
@@ -181,7 +181,7 @@ def test_two_variants_of_a_program_are_compared_and_not_added_up() -> None:
     assert "NVIDIA" not in report.verdict
 
 
-def test_a_profile_says_what_it_knows_of_program_and_device() -> None:
+def test_profile_names_its_program_and_device() -> None:
     """The kernels have PyTorch's TensorIteratorBase in their names; the GPU has CC 12.0."""
     text = _report_text("ncu/deepseek_ocr_rtx5090.csv.gz")
     assert "20 kernels of a PyTorch program" in text
@@ -200,7 +200,7 @@ def test_the_profilers_own_rules_follow_the_findings_each_once() -> None:
     assert profiler_advice.count("Every scheduler is capable of") == 1
 
 
-def test_a_kernel_with_a_unit_half_busy_is_not_limited_by_latency_alone() -> None:
+def test_kernel_with_a_half_busy_unit_is_not_latency_bound() -> None:
     """The kernel's compute is 53% busy; the copies and the heap come from AMD's runtime."""
     report = advisor.analyze(CORPUS / "rocprof" / "rocprof_compute_sample.db.gz")
     assert "5 kernels with hardware counters: 4 are limited by latency, 1 by latency and" in (

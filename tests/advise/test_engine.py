@@ -106,7 +106,7 @@ def test_a_rule_that_fails_is_contained_and_said() -> None:
     )
 
 
-def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_findings_are_ordered_by_added_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     result = report(two_kernels(), [rule("small", "^small"), rule("big", "^big")], monkeypatch)
     assert [(f.rule, f.priority) for f in result.findings] == [("big", 1), ("small", 2)]  # type: ignore[attr-defined]
     gains = [f.impact.gain_ns for f in result.findings]  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def test_findings_are_ordered_by_what_each_adds(monkeypatch: pytest.MonkeyPatch)
     [(2900, 0.9, "small"), (2600, 0.9, "big"), (2600, 0.99, "small"), (2000, 0.99, "big")],
     ids=["equal gains", "equal confidences", "neither, more certain", "neither, larger"],
 )
-def test_a_little_more_confidence_does_not_outweigh_a_clearly_larger_gain(
+def test_larger_gain_outweighs_slightly_higher_confidence(
     small_us: float, confidence: float, first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The larger gain is of 3 ms, with a confidence of 80%."""
@@ -129,7 +129,7 @@ def test_a_little_more_confidence_does_not_outweigh_a_clearly_larger_gain(
     assert result.findings[0].rule == first  # type: ignore[attr-defined]
 
 
-def test_gains_of_the_window_are_ordered_as_they_are_in_the_run(
+def test_window_gains_are_ordered_at_run_scale(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gain of the record is of the run's step already; others come from a profiled one."""
@@ -143,7 +143,7 @@ def test_gains_of_the_window_are_ordered_as_they_are_in_the_run(
     assert [f.rule for f in result.findings] == ["small", "big"]  # type: ignore[attr-defined]
 
 
-def test_code_of_a_place_that_another_fix_may_be_about_is_not_saved_twice() -> None:
+def test_code_shared_by_two_fixes_is_not_saved_twice() -> None:
     """H100: pinning each batch is also what the sampled stacks show in that line."""
     report = examine(str(CORPUS / "h100/pin_each_step")).report
     hot = next(f for f in report.findings if f.rule == "sampled-hot-spot")
@@ -151,7 +151,7 @@ def test_code_of_a_place_that_another_fix_may_be_about_is_not_saved_twice() -> N
     assert hot.title == "Line 28 of pin_each_step.py leaves the GPU idle"
 
 
-def test_a_gain_between_the_steps_is_in_no_table_of_the_step_and_found_once() -> None:
+def test_gain_between_steps_is_found_once_and_in_no_step_table() -> None:
     """H100: validation every 8 steps, outside of them."""
     report = examine(str(CORPUS / "h100/seg_val_hist")).report
     first = report.findings[0]
@@ -174,7 +174,7 @@ def test_fixes_with_gains_of_their_own_have_code_of_their_own() -> None:
     assert "channels_last" in code["layout-transposes"]
 
 
-def test_host_time_that_a_run_shows_without_the_profiler_bounds_a_gain_from_below() -> None:
+def test_unprofiled_host_time_is_a_lower_bound_of_a_gain() -> None:
     """H100: 6.0 ms of device work go; the host's own 7.4 ms are left of a step of 9.18 ms, where
     the profiler makes them 11.4."""
     impact = examine(str(CORPUS / "h100/doc_finder")).report.findings[0].impact
@@ -182,7 +182,7 @@ def test_host_time_that_a_run_shows_without_the_profiler_bounds_a_gain_from_belo
     assert 0.5e6 < impact.low_ns < 1.8e6
 
 
-def test_the_device_work_that_stays_ends_the_range_of_a_cost_recorded_in_part() -> None:
+def test_partly_recorded_cost_is_bounded_by_device_work() -> None:
     report = examine(str(CORPUS / "h100/compiled_breaks")).report
     first = report.findings[0]
     assert first.known_cost and first.impact is not None
@@ -191,7 +191,7 @@ def test_the_device_work_that_stays_ends_the_range_of_a_cost_recorded_in_part() 
     assert busy == pytest.approx(1.87e6, rel=0.02)
 
 
-def test_a_collective_that_two_ranks_show_in_two_ways_is_saved_once(
+def test_collective_seen_by_two_ranks_is_saved_once(
     shared_file: Callable[[str], str],
 ) -> None:
     """Hidden under compute it saves 373 µs; rank 0 shows it on the compute stream, rank 1 that it
@@ -222,7 +222,7 @@ def test_a_finding_that_another_explains_is_folded_under_it(
     ]
 
 
-def test_only_one_of_several_alternatives_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_alternatives_is_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = [rule("small", "^small", "fuse"), rule("big", "^big", "fuse")]
     result = report(two_kernels(), rules, monkeypatch)
     assert [(f.rule, f.priority, f.folded_under) for f in result.findings] == [  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ def test_only_one_of_several_alternatives_is_ranked(monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_a_busy_device_whose_rates_are_unknown_is_not_called_healthy(
+def test_busy_device_with_unknown_rates_is_not_healthy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = report(two_kernels(), [], monkeypatch)
@@ -261,7 +261,7 @@ def test_a_user_can_switch_a_rule_off_and_move_its_threshold(tmp_path: Path) -> 
         ("[tool.advisor", "cannot be read"),
     ],
 )
-def test_a_wrong_configuration_is_one_line(tmp_path: Path, text: str, why: str) -> None:
+def test_a_wrong_configuration_is_one_line_error(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(AdvisorError, match=why):
         load_rules(config=read_config(tmp_path))
@@ -279,7 +279,7 @@ def test_rules_of_a_folder_are_loaded_and_bad_ones_named(tmp_path: Path) -> None
         load_rules(tmp_path, {})
 
 
-def test_without_a_device_the_operators_that_take_the_time_are_reported() -> None:
+def test_run_without_device_reports_its_slowest_operators() -> None:
     b = TraceBuilder()
     for _ in range(4):
         with b.step(), b.op("aten::linear", host_us=9.5), b.op("aten::mm", host_us=29.5):
@@ -295,7 +295,7 @@ def test_without_a_device_the_operators_that_take_the_time_are_reported() -> Non
     )
 
 
-def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_may() -> None:
+def test_small_traces_get_no_advice_except_examples() -> None:
     b = TraceBuilder()
     for number in range(3):
         with b.step(number):
@@ -306,7 +306,7 @@ def test_a_small_trace_bears_no_advice_wherever_it_was_read_from_but_an_example_
         assert any("too few to tell" in line for line in limits) is is_limited
 
 
-def test_rules_declare_the_evidence_that_the_verdict_takes_from_them() -> None:
+def test_every_verdict_role_is_declared_by_a_rule() -> None:
     """Nothing above the rules names one: each part that the verdict takes has a rule."""
     rules = load_rules(config={})
     assert {each.verdict_role for each in rules} == {*get_args(VerdictRole)}

@@ -81,7 +81,7 @@ def trace_alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return analyze(file, OPTIONS)
 
 
-def test_a_trace_alone_leads_with_its_own_step(trace_alone: Report) -> None:
+def test_headline_of_a_trace_is_its_own_step(trace_alone: Report) -> None:
     assert trace_alone.step is None
     assert trace_alone.step_ns == trace_alone.scope.step_ns > 0
 
@@ -91,7 +91,7 @@ UNPROFILED = [folder for folder in RECORDED if not list(folder.glob("rank*/trace
 
 
 @pytest.mark.parametrize("folder", UNPROFILED, ids=lambda folder: folder.name)
-def test_shares_and_gains_of_a_verdict_are_of_a_step_that_it_names(folder: Path) -> None:
+def test_verdict_names_the_step_of_its_shares_and_gains(folder: Path) -> None:
     """A single step time leads: the median, or the mean where it differs. The other is not
     shown."""
     report = analyze(folder, OPTIONS)
@@ -117,7 +117,7 @@ RECORDED_ON_GPU = (
 
 
 @pytest.mark.parametrize("name", RECORDED_ON_GPU)
-def test_a_report_names_one_step_time_first_and_each_other_once(
+def test_report_gives_one_step_time_first_and_others_once(
     name: str, shared_file: Callable[[str], str]
 ) -> None:
     report = analyze(shared_file(f"h100/{name}"), OPTIONS)
@@ -139,9 +139,7 @@ def test_a_report_names_one_step_time_first_and_each_other_once(
 
 
 @pytest.mark.parametrize("run_ms", [7.0, 8.5])
-def test_shares_of_a_far_longer_profiled_step_are_said_to_be_of_it(
-    tmp_path: Path, run_ms: float
-) -> None:
+def test_shares_of_a_longer_profiled_step_name_that_step(tmp_path: Path, run_ms: float) -> None:
     report = report_of(tmp_path, run_of((60, run_ms), profiled=9.0, rest=(30, run_ms)))
     assert report.step is not None and report.step.window_ns is not None
     far = report.step.window_ns >= 1.2 * run_ms * MS
@@ -210,9 +208,7 @@ def test_all_renderers_lead_with_the_runs_own_step(tmp_path: Path, trace_alone: 
             assert f"the profiler adds {profiled / 6e6 - 1:.0%}" in text, name
 
 
-def test_gains_are_of_the_runs_step_with_the_windows_share_of_its_idle_time(
-    tmp_path: Path, trace_alone: Report
-) -> None:
+def test_gains_scale_window_idle_time_to_the_run_step(tmp_path: Path, trace_alone: Report) -> None:
     """The profiler lengthens host time. The device is busy for 6 ms of each step, with it and
     without; of the 9.01 ms with it 1.5 wait for the loader, and half of that of 7.5 ms without."""
     profiled, busy = trace_alone.scope.step_ns, 6 * MS
@@ -269,7 +265,7 @@ def test_the_profilers_cost_is_reported_as_such(tmp_path: Path) -> None:
     assert "the profiler adds 50%" in texts(report)["terminal"]
 
 
-def test_slow_steps_that_come_without_the_profiler_too_are_not_its_cost(tmp_path: Path) -> None:
+def test_slow_unprofiled_steps_are_no_profiler_overhead(tmp_path: Path) -> None:
     """5 of the additional 6 ms in the window last on after it for a while."""
     report = report_of(tmp_path / "run", run_of((40, 6), profiled=12, rest=(8, 11)))
     assert report.step is not None and report.step.profiler_overhead is None
@@ -341,7 +337,7 @@ def crashed_record(reason: str, at: int, **more: object) -> RankRecord:
     return r.build()
 
 
-def test_a_crashed_rank_and_its_error_come_first_in_every_renderer(tmp_path: Path) -> None:
+def test_every_renderer_starts_with_the_crashed_rank(tmp_path: Path) -> None:
     ranks = {
         0: crashed_record("exception", 9, exception="DistBackendError", message="peer is gone"),
         1: crashed_record(
@@ -377,7 +373,7 @@ def test_a_run_that_goes_on_after_an_exception_has_not_crashed(tmp_path: Path) -
     assert report.recorded is not None and report.recorded.ended == "finished"
 
 
-def test_a_cut_file_says_so_first_and_gives_lower_bounds(
+def test_truncated_file_is_reported_first_with_lower_bounds(
     shared_trace: Callable[[str], str], tmp_path: Path
 ) -> None:
     data = gzip.decompress(Path(shared_trace("a100_train_6steps")).read_bytes())
@@ -392,7 +388,7 @@ def test_a_cut_file_says_so_first_and_gives_lower_bounds(
 
 
 @pytest.mark.parametrize("share", [0.3, 0.95])
-def test_a_file_that_is_cut_before_its_gpu_work_advises_nothing(
+def test_file_truncated_before_gpu_work_gets_no_advice(
     share: float, shared_trace: Callable[[str], str], tmp_path: Path
 ) -> None:
     data = gzip.decompress(Path(shared_trace("mi300_timesformer_inference")).read_bytes())
@@ -420,7 +416,7 @@ def test_matrix_units_are_not_praised_far_below_their_rate(
 @pytest.mark.parametrize(
     "name", ["v100_train_copy_heavy.json.gz", "pairs/loader_profiler_workers0.json.gz"]
 )
-def test_a_file_cut_off_before_its_gpu_work_says_so_and_promises_nothing(
+def test_file_truncated_before_gpu_work_promises_no_gain(
     name: str, kept: int, shared_file: Callable[[str], str], tmp_path: Path
 ) -> None:
     """PyTorch writes the host's events first: the GPU may have worked behind all of them."""
@@ -433,13 +429,13 @@ def test_a_file_cut_off_before_its_gpu_work_says_so_and_promises_nothing(
     assert report.findings == []
 
 
-def test_lost_records_of_all_gpu_work_are_said_first(shared_trace: Callable[[str], str]) -> None:
+def test_loss_of_all_gpu_records_is_reported_first(shared_trace: Callable[[str], str]) -> None:
     report = analyze(shared_trace("a100_kernels_lost"))
     assert report.verdict.startswith("The profiler lost the records of all GPU work.")
     assert report.findings == [] and report.status == "limited"
 
 
-def test_unexplained_idle_time_with_queued_work_is_said_apart(
+def test_unexplained_idle_time_with_queued_work_is_separate(
     shared_trace: Callable[[str], str],
 ) -> None:
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
@@ -470,7 +466,7 @@ def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
 
 
 @pytest.mark.parametrize("name", ["loader_autograd_workers4", "loader_profiler_workers4"])
-def test_waits_that_cost_little_may_gain_no_more_than_they_cost(
+def test_gain_of_short_waits_is_at_most_their_cost(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
     """Copies cost 3.3 ms of each step. That later launches come earlier too is not certain."""
@@ -504,7 +500,9 @@ def test_a_column_of_dashes_alone_is_left_out(shared_file: Callable[[str], str])
     assert re.search(r"axis +ranks +collectives +bytes +time +exposed\n", text)
 
 
-def test_only_the_change_that_frees_most_is_said_to(shared_file: Callable[[str], str]) -> None:
+def test_only_the_largest_memory_saving_is_called_largest(
+    shared_file: Callable[[str], str],
+) -> None:
     """Offloading frees 11.1 GiB; checkpointing, whose code is shown, 10.3 GiB."""
     report = analyze(shared_file("memory/windows_training.pickle.gz"))
     text = REPORTS.render("terminal", report)
@@ -518,7 +516,7 @@ def test_the_memory_peak_is_that_of_the_device_beside_it(shared_file: Callable[[
     assert report_text.memory_peak(report) == "5.78 GiB in tensors"
 
 
-def test_a_long_call_before_the_first_step_is_not_a_part_of_the_steps(
+def test_long_call_before_the_first_step_is_no_step_time(
     shared_file: Callable[[str], str],
 ) -> None:
     """cudaFree of 715 ms ends before the first optimizer step; 37 steps are 884 ms."""
@@ -535,7 +533,7 @@ def test_a_read_is_counted_once_though_it_copies_and_waits(
     assert sum(place.count for place in match.where) == 4259
 
 
-def test_the_shares_of_a_range_are_those_of_the_printed_gains(
+def test_range_shares_match_the_printed_gains(
     shared_file: Callable[[str], str],
 ) -> None:
     """The fix removes the same shares of 24.9 ms of slow operators as its gain."""
@@ -584,7 +582,7 @@ def test_idle_time_outside_operators_is_not_called_unknown(
     assert ("idle     outside operators: " in page) is described
 
 
-def test_a_path_is_not_of_a_host_of_which_nothing_is_recorded(
+def test_critical_path_is_omitted_without_host_records(
     shared_file: Callable[[str], str],
 ) -> None:
     """Seven operators, calls and kernels in 13.3 s."""
@@ -632,7 +630,7 @@ def test_two_ranks_have_no_median(shared_file: Callable[[str], str]) -> None:
         ),
     ],
 )
-def test_a_recording_that_bears_no_advice_says_what_to_record(
+def test_insufficient_recording_gets_recording_instructions(
     name: str, action: str, shared_trace: Callable[[str], str]
 ) -> None:
     """The first lines are all that many readers see: they end in what to do."""
@@ -647,7 +645,7 @@ def test_a_recording_that_bears_no_advice_says_what_to_record(
         ("77 ms", "a"), ("90 ms", "a"), ("<1 ms", "a"),
     ],
 )  # fmt: skip
-def test_a_number_has_the_article_that_it_is_read_with(number: str, article: str) -> None:
+def test_number_has_its_spoken_article(number: str, article: str) -> None:
     assert with_article(number) == f"{article} {number}"
 
 
@@ -668,7 +666,7 @@ def of_host(folder: Path, *, loading: float, steps: int = 60, gc: float = 0.0) -
     return analyze(folder, OPTIONS)
 
 
-def test_a_healthy_run_on_the_cpu_says_what_takes_the_time_and_what_was_looked_at(
+def test_healthy_cpu_run_lists_time_shares_and_checks(
     tmp_path: Path,
 ) -> None:
     report = of_host(tmp_path / "run", loading=0.1)
@@ -710,9 +708,7 @@ def test_the_call_of_the_model_is_not_a_place_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late_ms", [20, 180])
-def test_a_run_whose_steps_become_far_longer_says_from_which_step_on(
-    tmp_path: Path, late_ms: float
-) -> None:
+def test_run_with_slowing_steps_names_the_first_slow_step(tmp_path: Path, late_ms: float) -> None:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         b.on_host("aten::mm", 9900)
@@ -740,7 +736,7 @@ def test_small_gains_do_not_lead(tmp_path: Path) -> None:
     assert report.verdict.endswith("The largest gain found is 120 µs (1%; range 108 to 120 µs).")
 
 
-def test_a_loader_gains_of_what_the_run_loads_and_not_the_few_steps_of_its_window(
+def test_loader_gain_is_measured_over_the_whole_run(
     tmp_path: Path,
 ) -> None:
     short, long = (
@@ -752,7 +748,7 @@ def test_a_loader_gains_of_what_the_run_loads_and_not_the_few_steps_of_its_windo
     assert (long.impact.high_ns or 0) <= 5.5 * MS
 
 
-def test_a_certain_large_cost_of_the_run_leads_though_no_median_step_has_it(
+def test_large_run_cost_leads_without_being_in_a_median_step(
     tmp_path: Path,
 ) -> None:
     r = RecordBuilder()
@@ -775,7 +771,7 @@ def test_a_certain_large_cost_of_the_run_leads_though_no_median_step_has_it(
     assert "over the run" in describe_gain(first)
 
 
-def test_a_step_without_its_matrix_products_is_reported_as_a_part(
+def test_step_without_matrix_products_is_called_partial(
     shared_file: Callable[[str], str],
 ) -> None:
     """BERT's einsum operators are in the file, and of 688 kernels none is a GEMM."""
@@ -797,7 +793,7 @@ def test_a_step_without_its_matrix_products_is_reported_as_a_part(
     assert any(each.startswith("Only a part of a step") for each in report.limits)
 
 
-def test_a_gain_beyond_the_waits_of_a_renormalized_graph_says_why() -> None:
+def test_gain_beyond_waits_of_a_renormalized_graph_is_explained() -> None:
     """The edits of the fix end the kernels of the normalisation with the wait for its size."""
     report = analyze(Path(__file__).parents[1] / "corpus" / "h100" / "citation_gcn", OPTIONS)
     (why,) = finding_text.beyond_evidence(report.findings[0], report)

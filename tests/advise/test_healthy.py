@@ -32,7 +32,7 @@ def test_busy_steps_of_one_length_are_healthy(tmp_path: Path) -> None:
     assert report_of(b, tmp_path).status == "healthy"
 
 
-def test_a_public_prefill_with_attention_at_a_third_of_its_rate_is_not_called_healthy() -> None:
+def test_prefill_with_slow_attention_is_not_healthy() -> None:
     file = Path(__file__).parents[1] / "corpus/serving/sglang_prefill/replay.json.gz"
     report = analyze(file, Options(config={}))
     assert report.status == "limited"
@@ -40,7 +40,7 @@ def test_a_public_prefill_with_attention_at_a_third_of_its_rate_is_not_called_he
     assert "its kernels would take 114 ms (23%) less" in report.verdict
 
 
-def test_one_step_of_six_that_saves_a_checkpoint_is_named_with_its_length(tmp_path: Path) -> None:
+def test_checkpointing_step_is_named_with_its_duration(tmp_path: Path) -> None:
     b = TraceBuilder("A100")
     for number in range(6):
         with b.step():

@@ -79,7 +79,7 @@ def test_less_room_than_fragments_take_is_not_a_fit(capsys: pytest.CaptureFixtur
     assert "with 2 changes: 2.13 GiB left" in text and "0 ms" not in text
 
 
-def test_a_bare_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_narrow_memory_fit_warns_of_fragmentation(capsys: pytest.CaptureFixture[str]) -> None:
     """No change frees anything of these weights: 3% is less than fragments can take."""
     m = FakeAllocator()
     with m.at(("/home/ada/project/train.py", 12, "main")):
@@ -107,7 +107,7 @@ def test_half_the_batch_is_not_twice_the_batch(capsys: pytest.CaptureFixture[str
     assert "the request of 15.6 GiB that failed included" in text
 
 
-def test_times_without_a_trace_are_not_said_to_be_all_unknown(
+def test_fit_without_trace_does_not_list_every_time_as_unknown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = str(CORPUS / "memory/transformer_training_ctx512.pickle.gz")
@@ -116,13 +116,13 @@ def test_times_without_a_trace_are_not_said_to_be_all_unknown(
     assert "No trace was given, so times are unknown" not in text
 
 
-def test_time_is_split_by_what_launched_it() -> None:
+def test_time_is_split_by_launching_operator() -> None:
     phases = phase_times(trace().analysis())
     assert phases is not None
     assert phases[:3] == (4e6, 8e6, 1e6)
 
 
-def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() -> None:
+def test_fitting_program_needs_no_change_and_shows_headroom() -> None:
     peak = measured(program())
     fit = find_fit(peak, None, 80 * GIB)
     assert fit.fits and fit.chosen == [] and fit.reserved_after == fit.reserved
@@ -132,7 +132,7 @@ def test_a_program_that_fits_needs_no_change_and_says_how_much_more_would_fit() 
     assert count_needed_bytes(peak, scale=fit.largest_batch * 1.01) > room
 
 
-def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed() -> None:
+def test_cheapest_changes_checkpoint_as_few_calls_as_possible() -> None:
     peak, a = measured(program()), trace().analysis()
     reserved = find_fit(peak, a, 80 * GIB).reserved
     by_name = {way.change.name: way for way in find_fit(peak, a, 80 * GIB).candidates}
@@ -156,7 +156,7 @@ def test_the_cheapest_set_is_chosen_and_as_few_calls_as_suffice_are_checkpointed
     assert count_needed_bytes(peak, fewer) * peak.reserved / peak.allocated > safe
 
 
-def test_offloading_costs_what_compute_does_not_hide() -> None:
+def test_offloading_costs_its_exposed_transfer_time() -> None:
     peak, a = measured(program()), trace().analysis()
     gpu = find_gpu("a100 pcie 80gb").gpu
     (way,) = [
@@ -183,12 +183,14 @@ def test_sharding_divides_the_states_and_gathers_weights_for_stage_3() -> None:
     assert ways["ZeRO 3"].ns == pytest.approx(weights * 3 / 4 / gpu.link_bandwidth * 1e9)
 
 
-def test_too_large_a_program_is_said_not_to_fit() -> None:
+def test_too_large_program_does_not_fit() -> None:
     fit = find_fit(measured(program()), None, GIB)
     assert not fit.fits and fit.chosen == [] and fit.reserved_after > fit.available
 
 
-def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_command_reports_fit_and_misfit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     snapshot = str(program().write(tmp_path / "memory.pickle"))
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": trace().events}))
@@ -211,7 +213,7 @@ def test_the_command_says_it_both_ways(tmp_path: Path, capsys: pytest.CaptureFix
     [[], ["--capacity", "24GiB", "--gpu", "l4"], ["--capacity", "many"],
      ["--capacity", "24GiB", "--batch-size", "64"]],
 )  # fmt: skip
-def test_missing_memory_figures_are_one_line(
+def test_missing_memory_figures_are_one_line_error(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     snapshot = str(program().write(tmp_path / "memory.pickle"))

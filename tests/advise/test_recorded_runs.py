@@ -53,14 +53,14 @@ def window() -> bytes:
     return b.json()
 
 
-def test_a_program_without_a_gpu_is_not_said_to_be_limited_by_its_host() -> None:
+def test_program_without_gpu_is_not_called_host_bound() -> None:
     recorded = Path(__file__).parents[1] / "data/recorded/training_mode.slow"
     text = report_text.describe_all_fixes(analyze(recorded, OPTIONS))
     assert text == "With this fix: 6.63 ms → 4.76 ms (1.39× faster)."
 
 
 @pytest.mark.parametrize(("free", "is_explained"), [(0.2, True), (2.0, False), (None, False)])
-def test_without_a_gpu_only_a_lack_of_cores_explains_a_loader_fix_without_gain(
+def test_only_missing_cores_void_a_loader_fix_without_gpu(
     monkeypatch: pytest.MonkeyPatch, free: float | None, is_explained: bool
 ) -> None:
     b = TraceBuilder(gpu=None)
@@ -78,7 +78,7 @@ def test_without_a_gpu_only_a_lack_of_cores_explains_a_loader_fix_without_gain(
     )
 
 
-def test_a_loader_that_limits_the_step_is_not_the_first_to_shorten(
+def test_limiting_loader_is_not_the_first_to_shorten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Shortening it is the fix itself: what keeps workers from it is the cores in use."""
@@ -100,7 +100,7 @@ def report_of(folder: Path) -> Report:
     return analyze(folder, OPTIONS)
 
 
-def test_a_run_whose_window_was_never_reached_still_gives_a_report(tmp_path: Path) -> None:
+def test_run_without_a_reached_window_gives_a_report(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training()})
     report = report_of(folder)
     assert report.recorded is not None and report.recorded.steps == 60
@@ -121,7 +121,7 @@ def test_a_run_whose_window_was_never_reached_still_gives_a_report(tmp_path: Pat
     assert Report.from_json(report.to_json()).recorded == report.recorded
 
 
-def test_the_profilers_overhead_is_profiled_against_unprofiled_steps(tmp_path: Path) -> None:
+def test_profiler_overhead_compares_profiled_and_other_steps(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training()})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(window()))
     report = report_of(folder)
@@ -134,7 +134,7 @@ def test_the_profilers_overhead_is_profiled_against_unprofiled_steps(tmp_path: P
     assert "median 10 ms without the profiler" in text and "the profiler adds 50%" in text
 
 
-def test_a_run_that_was_killed_is_analyzed_up_to_its_last_whole_line(tmp_path: Path) -> None:
+def test_killed_run_is_analyzed_up_to_its_last_whole_line(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training(ended=False)})
     steps = folder / "rank0" / "steps.jsonl"
     steps.write_bytes(steps.read_bytes()[:-7])
@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_is_analyzed_up_to_its_last_whole_line(tmp_path: P
     assert any("1 damaged line" in line for line in report.limits)
 
 
-def test_a_window_that_cannot_be_read_is_reported_and_the_record_remains(tmp_path: Path) -> None:
+def test_unreadable_window_is_reported_and_the_record_kept(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: training()})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(b"not a trace")
     report = report_of(folder)
@@ -154,7 +154,7 @@ def test_a_window_that_cannot_be_read_is_reported_and_the_record_remains(tmp_pat
     assert any("trace_w0" in line for line in report.limits)
 
 
-def test_a_window_without_its_trace_is_missing_and_that_it_was_recorded_is_not_a_limit() -> None:
+def test_window_without_trace_is_reported_missing() -> None:
     report = report_of(Path(__file__).parents[1] / "data" / "recorded" / "worker_respawn.slow")
     assert report.recorded is not None and report.recorded.windows == ["window 0: done"]
     assert report.limits[0].startswith("The trace of window 0 is missing: ")
@@ -186,7 +186,7 @@ def test_only_the_analyzed_window_is_read(tmp_path: Path) -> None:
         analyze(folder, Options(config={}, window=7))
 
 
-def test_one_profiled_rank_of_several_is_the_one_reported(tmp_path: Path) -> None:
+def test_report_uses_the_only_profiled_rank(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {number: training() for number in range(3)})
     (folder / "rank1" / "trace_w0.json.gz").write_bytes(gzip.compress(window()))
     report = report_of(folder)
@@ -204,25 +204,25 @@ def test_a_rank_can_be_chosen(tmp_path: Path) -> None:
         analyze(folder, Options(config={}, rank=7))
 
 
-def test_a_run_in_which_nothing_was_recorded_is_one_line(tmp_path: Path) -> None:
+def test_empty_run_is_one_line_error(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {})
     with pytest.raises(AdvisorError, match="no process has recorded anything"):
         report_of(folder)
 
 
-def test_a_run_without_a_single_step_says_so(tmp_path: Path) -> None:
+def test_run_without_steps_is_reported(tmp_path: Path) -> None:
     report = report_of(write_run(tmp_path / "run", {0: RankRecord(rank=training().rank)}))
     assert report.status == "limited" and "No step was recorded." in report.limits
     REPORTS.render("terminal", report)
 
 
-def test_nothing_can_be_replayed_without_a_window(tmp_path: Path) -> None:
+def test_run_without_window_has_no_replay(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", {0: training()}))
     with pytest.raises(AdvisorError, match="nothing to replay"):
         what_if(run, ["remove host sync"])
 
 
-def test_a_trace_alone_has_one_line_for_all_that_needs_a_record(tmp_path: Path) -> None:
+def test_trace_alone_has_one_line_on_missing_records(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     file.write_bytes(window())
     report = report_of(file)
@@ -231,7 +231,7 @@ def test_a_trace_alone_has_one_line_for_all_that_needs_a_record(tmp_path: Path) 
     assert len(lines) <= 1
 
 
-def test_a_run_that_mostly_evaluates_says_so_first(tmp_path: Path) -> None:
+def test_mostly_evaluating_run_is_reported_first(tmp_path: Path) -> None:
     r = RecordBuilder()
     for number in range(60):
         r.step(10, forward=4, backward=6, evaluation=100 if number % 5 == 0 else 0)
@@ -271,7 +271,7 @@ def queued_window() -> bytes:
     return b.json()
 
 
-def test_a_step_takes_what_the_device_takes_where_the_host_runs_ahead(tmp_path: Path) -> None:
+def test_step_time_is_device_time_when_the_host_runs_ahead(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: host_ahead(marks=True)})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(queued_window()))
     report = report_of(folder)
@@ -289,7 +289,7 @@ def test_a_step_takes_what_the_device_takes_where_the_host_runs_ahead(tmp_path: 
     }
 
 
-def test_a_host_that_runs_ahead_does_not_say_what_a_step_takes(tmp_path: Path) -> None:
+def test_host_running_ahead_does_not_give_the_step_time(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", {0: host_ahead(marks=False)})
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(queued_window()))
     report = report_of(folder)
@@ -299,7 +299,7 @@ def test_a_host_that_runs_ahead_does_not_say_what_a_step_takes(tmp_path: Path) -
     assert any("the host runs ahead of the GPU" in line for line in report.limits)
 
 
-def test_a_host_that_waits_in_each_step_gives_the_length_of_all_steps(tmp_path: Path) -> None:
+def test_host_waiting_in_each_step_gives_all_step_times(tmp_path: Path) -> None:
     r = RecordBuilder(RankInfo(devices=[RecordedDevice()]))
     for number in range(60):
         ms = 10 + number % 3
@@ -327,7 +327,7 @@ def test_a_pause_of_the_host_costs_no_more_than_the_device_waits(tmp_path: Path)
     ]
 
 
-def test_steps_that_end_long_before_the_run_are_not_what_it_does(tmp_path: Path) -> None:
+def test_steps_ending_long_before_the_run_are_not_its_work(tmp_path: Path) -> None:
     """A model is called to capture a CUDA graph, and for 6 s the graph is replayed."""
     for seconds, seen in ((6, False), (0.2, True)):
         r = RecordBuilder(RankInfo(devices=[RecordedDevice(index=0, name="H100")]))
@@ -380,7 +380,7 @@ def test_a_recorded_program_on_the_cpu_lacks_no_device_work(
 
 
 @pytest.mark.parametrize("crowded", [False, True])
-def test_steps_that_are_long_while_other_programs_compute_are_not_the_programs(
+def test_steps_slowed_by_other_programs_are_not_blamed_on_this(
     tmp_path: Path, *, crowded: bool
 ) -> None:
     """Ten steps of ten times the length in a row; meanwhile others use one of two CPUs, 13% of the

@@ -76,7 +76,7 @@ def test_a_note_on_a_part_is_its_reason(shared_trace: Trace) -> None:
     assert part.why.startswith("gains little alone") and "(note 'The GPU waits" in part.why
 
 
-def test_causes_that_a_finding_covers_are_not_listed_again(shared_trace: Trace) -> None:
+def test_causes_covered_by_a_finding_are_not_repeated(shared_trace: Trace) -> None:
     """Late launches are fix 2 on each rank, the loader's waits fix 1 of the pair."""
     for name in ("dlrm_8ranks/worker0.pt.trace", "pairs/loader_autograd_workers0"):
         named = {
@@ -118,7 +118,7 @@ def test_the_start_of_cuda_before_the_first_work_is_said(shared_trace: Trace) ->
     assert "CUDA starts" not in quiet.verdict and not any("of it in" in x for x in quiet.limits)
 
 
-def test_ranges_that_a_trace_has_are_not_asked_for_as_new() -> None:
+def test_existing_ranges_are_not_requested() -> None:
     """Some 11,000 NVTX ranges are in this file, and explain a quarter of the time."""
     report = report_of(H100.parent / "nsys" / "ee4fcf3_report1.sqlite.gz")
     texts = [report.verdict, *(each.record for each in report.not_checked)]

@@ -34,7 +34,7 @@ def one_line(err: str) -> str:
     return err.strip()
 
 
-def test_a_report_goes_to_stdout_and_nothing_to_stderr(advisor: Run, slow_trace: Path) -> None:
+def test_report_goes_to_stdout_and_stderr_stays_empty(advisor: Run, slow_trace: Path) -> None:
     code, out, err = advisor("analyze", slow_trace)
     assert (code, err) == (0, "")
     assert "NVIDIA A100-SXM4-80GB" in out
@@ -96,7 +96,7 @@ def test_a_named_format_wins_over_the_suffix(
     ],
     ids=["missing", "empty", "not JSON", "no traceEvents", "no events"],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
+def test_bad_input_is_one_line_error_with_exit_code_2(
     advisor: Run, tmp_path: Path, content: bytes | None, complaint: str
 ) -> None:
     path = tmp_path / "trace.json"
@@ -109,7 +109,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert complaint in line
 
 
-def test_a_folder_without_traces_is_one_line(advisor: Run, tmp_path: Path) -> None:
+def test_a_folder_without_traces_is_one_line_error(advisor: Run, tmp_path: Path) -> None:
     code, _, err = advisor("analyze", tmp_path)
     assert code == 2
     assert "an empty directory" in one_line(err)
@@ -133,7 +133,7 @@ def test_a_folder_without_traces_is_one_line(advisor: Run, tmp_path: Path) -> No
     ],
 )
 @pytest.mark.parametrize("command", [["analyze"], ["dashboard", "--no-browser"]])
-def test_a_file_that_is_no_trace_is_refused_in_two_lines_of_a_terminal(
+def test_file_that_is_no_trace_is_refused_in_two_lines(
     advisor: Run, name: str, content: bytes, command: list[str]
 ) -> None:
     path = Path(name)
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_trace_is_refused_in_two_lines_of_a_terminal(
 @pytest.mark.parametrize(
     "command", [["analyze"], ["whatif"], ["project", "--gpu", "h200"], ["fit", "--gpu", "h200"]]
 )
-def test_a_folder_of_unrelated_traces_is_refused_by_every_command(
+def test_every_command_refuses_a_folder_of_unrelated_traces(
     advisor: Run, shared_trace: Callable[[str], str], command: list[str]
 ) -> None:
     Path("mixed").mkdir()
@@ -186,52 +186,48 @@ def test_an_escape_sequence_in_a_file_name_is_not_obeyed(advisor: Run, tmp_path:
     ],
     ids=" ".join,
 )
-def test_misuse_is_one_line_and_exit_code_2(advisor: Run, arguments: list[str]) -> None:
+def test_misuse_is_one_line_error_with_exit_code_2(advisor: Run, arguments: list[str]) -> None:
     code, out, err = advisor(*arguments)
     assert (code, out) == (2, "")
     one_line(err)
 
 
-def test_steps_outside_the_trace_are_one_line(advisor: Run, slow_trace: Path) -> None:
+def test_steps_outside_the_trace_are_one_line_error(advisor: Run, slow_trace: Path) -> None:
     code, out, err = advisor("analyze", slow_trace, "--steps", "10:12")
     assert (code, out) == (2, "")
     assert "--steps selects none of the 4 steps" in one_line(err)
 
 
-def test_steps_choose_what_is_measured(advisor: Run, slow_trace: Path) -> None:
+def test_steps_option_selects_the_measured_steps(advisor: Run, slow_trace: Path) -> None:
     _, out, _ = advisor("analyze", slow_trace, "--steps", "1:3", "--format", "json")
     assert Report.from_json(out).scope.steps_used == 2
 
 
-def test_a_rank_that_is_not_there_is_one_line(advisor: Run, slow_trace: Path) -> None:
+def test_missing_rank_is_one_line_error(advisor: Run, slow_trace: Path) -> None:
     code, _, err = advisor("analyze", slow_trace, "--rank", "7")
     assert code == 2
     assert "rank 7" in one_line(err)
 
 
-def test_a_window_that_is_not_there_is_one_line(advisor: Run, slow_trace: Path) -> None:
+def test_missing_window_is_one_line_error(advisor: Run, slow_trace: Path) -> None:
     code, _, err = advisor("analyze", slow_trace, "--window", "7")
     assert code == 2
     assert "window 7" in one_line(err)
 
 
-def test_a_trace_over_the_size_limit_is_one_line_that_names_the_option(
-    advisor: Run, slow_trace: Path
-) -> None:
+def test_trace_over_the_size_limit_error_names_the_option(advisor: Run, slow_trace: Path) -> None:
     code, _, err = advisor("analyze", slow_trace, "--max-size", "1k")
     assert code == 2
     assert "--max-size" in one_line(err)
 
 
-def test_a_folder_of_rules_that_is_not_there_is_one_line(advisor: Run, slow_trace: Path) -> None:
+def test_missing_rules_folder_is_one_line_error(advisor: Run, slow_trace: Path) -> None:
     code, _, err = advisor("analyze", slow_trace, "--rules", "/nowhere")
     assert code == 2
     assert "/nowhere" in one_line(err)
 
 
-def test_fail_on_a_slow_trace_is_exit_code_1_and_the_report_is_still_shown(
-    advisor: Run, slow_trace: Path
-) -> None:
+def test_fail_on_exits_with_1_and_still_shows_the_report(advisor: Run, slow_trace: Path) -> None:
     _, out, _ = advisor("analyze", slow_trace, "--format", "json")
     severities = {finding.severity for finding in Report.from_json(out).findings}
     code, output, err = advisor("analyze", slow_trace, "--fail-on", "warning")
@@ -248,7 +244,7 @@ def test_fail_on_a_healthy_trace_is_exit_code_0(advisor: Run, busy_trace: Path) 
     ("severity", "warning", "critical"),
     [("info", False, False), ("warning", True, False), ("critical", True, True)],
 )
-def test_fail_on_counts_causes_and_risks_but_no_symptoms_and_no_notes(
+def test_fail_on_counts_only_causes_and_risks(
     advisor: Run, busy_trace: Path, severity: str, warning: bool, critical: bool
 ) -> None:
     def make_finding(**changes: object) -> Finding:
@@ -286,13 +282,13 @@ def test_an_input_is_never_written_over(advisor: Run, slow_trace: Path, tmp_path
 
 
 @pytest.mark.parametrize("output", ["no/such/folder/r.json", "."])
-def test_an_output_that_cannot_be_is_one_line(advisor: Run, slow_trace: Path, output: str) -> None:
+def test_impossible_output_is_one_line_error(advisor: Run, slow_trace: Path, output: str) -> None:
     code, out, err = advisor("analyze", slow_trace, "--output", output)
     assert (code, out) == (2, "")
     assert "--output" in one_line(err)
 
 
-def test_a_failed_write_leaves_what_was_there(
+def test_failed_write_keeps_the_old_file(
     advisor: Run, slow_trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out" / "report.json"
@@ -310,14 +306,14 @@ def test_a_failed_write_leaves_what_was_there(
     assert list(output.parent.iterdir()) == [output]
 
 
-def test_bad_input_leaves_the_last_report_alone(advisor: Run, tmp_path: Path) -> None:
+def test_bad_input_keeps_the_last_report(advisor: Run, tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     output.write_text("the last one")
     assert advisor("analyze", tmp_path / "missing.json", "--output", output)[0] == 2
     assert output.read_text() == "the last one"
 
 
-def test_a_report_replaces_the_last_one_through_a_link_and_keeps_its_mode(
+def test_report_replaces_a_linked_file_and_keeps_its_mode(
     advisor: Run, slow_trace: Path, tmp_path: Path
 ) -> None:
     real, link = tmp_path / "real.json", tmp_path / "link.txt"
@@ -367,7 +363,7 @@ def test_nonsense_is_not_a_size(text: str) -> None:
         parse_size(text)
 
 
-def test_operators_are_listed_with_their_rates_instead_of_the_report(
+def test_operators_option_lists_rates_instead_of_the_report(
     advisor: Callable[..., Any], tmp_path: Path
 ) -> None:
     b = TraceBuilder()
@@ -411,7 +407,7 @@ def test_layers_are_listed_instead_of_the_report(
     assert refused.code == 2 and refused.err.count("\n") == 1 and "--by" in refused.err
 
 
-def test_a_recording_without_layers_gets_one_line_on_how_to_record_them(
+def test_recording_without_layers_gets_one_line_of_advice(
     advisor: Callable[..., Any], tmp_path: Path
 ) -> None:
     b = TraceBuilder()
@@ -462,7 +458,7 @@ def test_a_recording_without_layers_gets_one_line_on_how_to_record_them(
         ("explain launch-bound", "for a rule: advisor rules show launch-bound"),
     ],
 )
-def test_errors_name_what_is_wrong(
+def test_errors_name_the_wrong_value(
     advisor: Run, slow_trace: Path, typed: str, message: str
 ) -> None:
     shutil.copy(slow_trace, "slow.json")
@@ -475,7 +471,7 @@ def test_errors_name_what_is_wrong(
     assert message in one_line(err)
 
 
-def test_files_of_a_folder_that_are_not_traces_are_named(advisor: Run, slow_trace: Path) -> None:
+def test_other_files_of_a_folder_are_named(advisor: Run, slow_trace: Path) -> None:
     folder = Path("mixed")
     folder.mkdir()
     shutil.copy(slow_trace, folder / "slow.json")
@@ -506,7 +502,7 @@ def test_export_takes_output_and_demo_brief(advisor: Run, slow_trace: Path) -> N
     assert code == 0 and len(out.splitlines()) < 20
 
 
-def test_a_file_that_is_cut_off_passes_no_gate(advisor: Run) -> None:
+def test_truncated_file_fails_the_gate(advisor: Run) -> None:
     recordings = Path(advisor_package.__file__).parent / "sample_workloads/recordings"
     with gzip.open(recordings / "loader_before.json.gz") as file:
         Path("cut.json").write_bytes(file.read(60_000))
@@ -515,9 +511,7 @@ def test_a_file_that_is_cut_off_passes_no_gate(advisor: Run) -> None:
     assert code == 2 and "--fail-on: the file is truncated" in err
 
 
-def test_whatif_without_an_edit_offers_those_of_the_findings(
-    advisor: Run, slow_trace: Path
-) -> None:
+def test_whatif_without_an_edit_offers_edits_of_findings(advisor: Run, slow_trace: Path) -> None:
     code, out, err = advisor("whatif", slow_trace)
     assert (code, out) == (2, "") and "no edit is given, such as advisor whatif" in err
     _, heading, target, *_, title, edits = err.splitlines()

@@ -42,7 +42,7 @@ def slow_trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("bound", "code"), [("5%", 1), ("0.05", 1), ("15%", 0), ("0%", 1)])
-def test_the_gate_fails_when_steps_are_surely_slower_than_the_bound(
+def test_gate_fails_on_significantly_slower_steps(
     advisor: Run, fast_trace: Path, slow_trace: Path, bound: str, code: int
 ) -> None:
     exit_code, _, err = advisor("compare", fast_trace, slow_trace, "--fail-if-slower", bound)
@@ -55,7 +55,7 @@ def test_the_gate_fails_when_steps_are_surely_slower_than_the_bound(
     assert exit_code == 0 and err.startswith("not slower: faster by ")
 
 
-def test_the_gate_holds_when_the_interval_reaches_below_the_bound(
+def test_gate_passes_when_the_interval_reaches_below_the_bound(
     advisor: Run, fast_trace: Path, tmp_path: Path
 ) -> None:
     b = TraceBuilder()
@@ -129,7 +129,7 @@ def test_hostile_names_stay_names(advisor: Run, fast_trace: Path, tmp_path: Path
             assert "@team" not in out
 
 
-def test_a_redacted_comparison_holds_nothing_private(advisor: Run, tmp_path: Path) -> None:
+def test_redacted_comparison_holds_no_private_data(advisor: Run, tmp_path: Path) -> None:
     folder = tmp_path / "jdoe17"
     folder.mkdir()
     name = "gemm TOKEN=hunter2 /home/jdoe17/x.cu"
@@ -153,7 +153,7 @@ def test_a_redacted_comparison_holds_nothing_private(advisor: Run, tmp_path: Pat
         (["{fast}", "{fast}", "--window", "3"], "no window 3"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(
+def test_bad_input_is_one_line_error_with_exit_code_2(
     advisor: Run, fast_trace: Path, arguments: list[str], complaint: str
 ) -> None:
     code, out, err = advisor("compare", *(a.format(fast=fast_trace) for a in arguments))
@@ -163,7 +163,7 @@ def test_bad_input_is_one_line_and_exit_2(
 
 
 @pytest.mark.parametrize("text", ["5", "-1%", "x", "", "1e3%", "%"])
-def test_a_share_must_be_one(text: str) -> None:
+def test_parse_share_rejects_invalid_shares(text: str) -> None:
     with pytest.raises(AdvisorError):
         parse_share(text)
     assert parse_share("2.5%") == 0.025
@@ -184,7 +184,7 @@ def save(advisor: Run, tmp_path: Path) -> Callable[[Path], Path]:
     return make
 
 
-def test_saved_reports_are_compared_as_far_as_they_tell(
+def test_saved_reports_are_compared_in_their_stored_data(
     advisor: Run, fast_trace: Path, slow_trace: Path, save: Callable[[Path], Path]
 ) -> None:
     reports = save(fast_trace), save(slow_trace)
@@ -220,7 +220,7 @@ def test_the_gate_works_on_saved_reports(
     assert code == 2 and "too few" in err
 
 
-def test_a_finding_that_only_one_saved_report_has_is_neither_fixed_nor_new(
+def test_finding_of_one_saved_report_is_neither_fixed_nor_new(
     advisor: Run, tmp_path: Path, save: Callable[[Path], Path], fast_trace: Path
 ) -> None:
     b = TraceBuilder()

@@ -96,7 +96,7 @@ def test_the_limit_of_recompilations_ends_compiling(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["nothing_wrong", "inductor_on_cpu"])
-def test_nothing_is_found_in_a_program_without_a_cause(program: str, tmp_path: Path) -> None:
+def test_program_without_a_cause_has_no_findings(program: str, tmp_path: Path) -> None:
     log = read(tmp_path, program)
     assert not (log.breaks or log.recompilations or log.not_compiled or log.without_cuda_graphs)
     assert log.compilations == 1 and (log.inductor_ns is not None) == (program[0] == "i")
@@ -151,7 +151,7 @@ def test_damaged_records_are_counted_and_text_is_bounded(tmp_path: Path) -> None
     assert read_logs(path).breaks
 
 
-def test_a_file_that_is_no_log_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_file_that_is_no_log_is_refused_in_one_line(tmp_path: Path) -> None:
     other = tmp_path / "train.log"
     other.write_text("step 1\n")
     with pytest.raises(AdvisorError, match="TORCH_TRACE=FOLDER"):
@@ -179,7 +179,7 @@ def findings(report: Report) -> dict[str, Finding]:
 
 
 @pytest.mark.parametrize("program", [*BREAKS, *GUARDS, "recompile_limit"])
-def test_the_cause_that_was_planted_is_the_finding(program: str, tmp_path: Path) -> None:
+def test_planted_cause_is_found(program: str, tmp_path: Path) -> None:
     log = read(tmp_path, program)
     result = findings(analyze(tmp_path))
     if program in BREAKS:
@@ -325,7 +325,7 @@ def test_a_generated_kernel_has_its_operators_and_lines(trimmed: bool, tmp_path:
     assert [(at.line, at.function) for at in second.lines] == [(6, "forward"), (7, "forward")]
 
 
-def test_kernels_of_a_trace_get_their_time_and_findings_their_line(
+def test_log_adds_kernel_times_and_finding_lines_of_a_trace(
     tmp_path: Path, advisor: Callable[..., Any]
 ) -> None:
     b = TraceBuilder()
@@ -418,7 +418,9 @@ def test_logs_beside_a_trace_are_part_of_its_report(
     assert report["compilation"]["breaks"][0]["reason"] == BREAKS["break_print"]
 
 
-def test_a_wrong_path_of_logs_is_one_line(advisor: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_wrong_path_of_logs_is_one_line_error(
+    advisor: Callable[..., Any], tmp_path: Path
+) -> None:
     result = advisor("analyze", "--compile-log", str(tmp_path))
     assert result.code == 2 and result.err.count("\n") == 1 and "TORCH_TRACE" in result.err
 

@@ -41,9 +41,7 @@ def read(folder: Path) -> dict[str, list[dict[str, str]]]:
     return result
 
 
-def test_the_tables_add_up_to_what_the_report_says(
-    advisor: Cli, trace: Path, tmp_path: Path
-) -> None:
+def test_csv_tables_add_up_to_the_report(advisor: Cli, trace: Path, tmp_path: Path) -> None:
     result = advisor("analyze", trace, "--csv", tmp_path / "a" / "b", "--format", "json")
     assert result.code == 0 and "kernels.csv" in result.err
     report = advisor_report(result.out)
@@ -77,7 +75,7 @@ def advisor_report(text: str) -> Any:
     return Report.from_json(text)
 
 
-def test_without_a_device_what_was_not_measured_is_empty(advisor: Cli, tmp_path: Path) -> None:
+def test_unmeasured_csv_values_are_empty_without_a_device(advisor: Cli, tmp_path: Path) -> None:
     b = TraceBuilder()
     for _ in range(4):
         with b.step(), b.op("aten::mm"):
@@ -99,7 +97,7 @@ def test_redacted_tables_tell_no_folder(advisor: Cli, tmp_path: Path) -> None:
     assert "gemm" in tables and "alice" not in tables
 
 
-def test_a_folder_that_is_none_is_one_line(advisor: Cli, trace: Path) -> None:
+def test_invalid_folder_is_one_line_error(advisor: Cli, trace: Path) -> None:
     for target in (trace, trace / "x"):
         result = advisor("analyze", trace, "--csv", target)
         assert (result.code, result.err.count("\n")) == (2, 1)
@@ -108,9 +106,7 @@ def test_a_folder_that_is_none_is_one_line(advisor: Cli, trace: Path) -> None:
 # -- print -------------------------------------------------------------------------------------
 
 
-def test_a_printed_report_is_what_the_command_prints_and_its_repr_is_one_line(
-    advisor: Cli, trace: Path
-) -> None:
+def test_printed_report_equals_command_and_repr_is_one_line(advisor: Cli, trace: Path) -> None:
     import advisor as library
 
     report = library.analyze(trace)

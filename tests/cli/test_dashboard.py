@@ -20,7 +20,7 @@ import pytest
 pytestmark = pytest.mark.timed
 
 
-def test_a_path_that_is_not_there_is_one_line(advisor: Callable[..., Any]) -> None:
+def test_missing_path_is_one_line_error(advisor: Callable[..., Any]) -> None:
     result = advisor("dashboard", "nowhere.json", "--no-browser")
     assert result.code == 2
     assert result.err == "advisor: nowhere.json: no such file or directory\n"
@@ -32,7 +32,7 @@ def test_help_names_the_options(advisor: Callable[..., Any]) -> None:
         assert option in out
 
 
-def test_the_dashboard_serves_on_this_machine_only_and_ends_with_ctrl_c(busy_trace: Path) -> None:
+def test_dashboard_serves_locally_and_ends_with_ctrl_c(busy_trace: Path) -> None:
     pytest.importorskip("dash")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -54,9 +54,7 @@ def test_the_dashboard_serves_on_this_machine_only_and_ends_with_ctrl_c(busy_tra
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="reads /proc")
-def test_the_token_is_in_no_argument_and_no_environment_of_what_it_starts(
-    busy_trace: Path, tmp_path: Path
-) -> None:
+def test_token_is_not_passed_to_started_processes(busy_trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("dash")
     token = "a-token-that-somebody-chose"
     browser, seen = tmp_path / "browser", tmp_path / "seen"
@@ -84,7 +82,7 @@ def test_the_token_is_in_no_argument_and_no_environment_of_what_it_starts(
     assert not folder.exists()  # nobody came, and the end took it
 
 
-def test_a_token_that_others_read_or_guess_is_refused_in_one_line(
+def test_readable_or_weak_token_is_refused_in_one_line(
     advisor: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trace, file = tmp_path / "x.json", tmp_path / "token"
@@ -115,7 +113,7 @@ def test_a_token_that_others_read_or_guess_is_refused_in_one_line(
     "url",
     ["", "ui.perfetto.dev", "javascript:alert(1)", "file:///x", "https://a@b", "http://["],
 )
-def test_an_address_of_perfetto_that_is_none_is_one_line(
+def test_invalid_perfetto_address_is_one_line_error(
     advisor: Callable[..., Any], busy_trace: Path, url: str
 ) -> None:
     result = advisor("dashboard", str(busy_trace), "--no-browser", "--perfetto-url", url)

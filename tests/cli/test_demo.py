@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timed
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_without_torch_it_says_how_to_install_it(
+def test_demo_without_torch_shows_its_install_command(
     advisor: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
@@ -31,7 +31,7 @@ def test_without_torch_it_says_how_to_install_it(
     assert install_command("torch") in err
 
 
-def test_demo_without_torch_shows_a_real_gpu_and_the_gain_of_the_fix(
+def test_demo_without_torch_shows_a_gpu_trace_and_the_gain(
     advisor: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The measured means are those of the public pair, and the range of gains is that of the
@@ -70,9 +70,7 @@ needs_torch = pytest.mark.skipif(
 
 
 @needs_torch
-def test_demo_records_a_trace_analyzes_it_and_keeps_it_on_request(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_demo_records_analyzes_and_optionally_keeps_a_trace(advisor: Run, tmp_path: Path) -> None:
     code, out, _ = advisor(
         "demo",
         "--record",
@@ -95,14 +93,14 @@ def test_demo_records_a_trace_analyzes_it_and_keeps_it_on_request(
 
 
 @needs_torch
-def test_a_device_that_is_not_here_is_one_line(advisor: Run) -> None:
+def test_missing_device_is_one_line_error(advisor: Run) -> None:
     code, out, err = advisor("demo", "--record", "--device", "tpu")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-def test_make_demo_ends_with_a_command_that_works_in_the_checkout() -> None:
+def test_make_demo_ends_with_a_working_command() -> None:
     root, bin_ = Path(__file__).parents[2], Path(sys.executable).parent
     if not (root / "Makefile").is_file():
         pytest.skip("not a checkout")

@@ -47,7 +47,7 @@ def ranks(tmp_path: Path) -> Callable[[int], Path]:
     return make
 
 
-def test_ranks_are_compared_the_same_way_here_and_one_by_one(
+def test_ranks_compare_equally_together_and_one_by_one(
     advisor: Run, ranks: Callable[[int], Path]
 ) -> None:
     folder = ranks(3)
@@ -64,7 +64,7 @@ def test_ranks_are_compared_the_same_way_here_and_one_by_one(
 
 
 @pytest.mark.parametrize("more", [[], ["--workers", "2"]])
-def test_a_rank_is_shown_with_what_all_ranks_know(
+def test_single_rank_is_shown_with_data_of_all_ranks(
     advisor: Run, ranks: Callable[[int], Path], more: list[str]
 ) -> None:
     folder = ranks(3)
@@ -78,9 +78,7 @@ def test_a_rank_is_shown_with_what_all_ranks_know(
     assert gains[0] == gains[1] and gains[0]
 
 
-def test_ranks_are_chosen_in_files_whose_names_do_not_have_them(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_ranks_are_selected_without_numbers_in_file_names(advisor: Run, tmp_path: Path) -> None:
     for rank in range(4):
         b = TraceBuilder(rank=rank, world_size=4)
         for _ in range(4):
@@ -96,7 +94,7 @@ def test_ranks_are_chosen_in_files_whose_names_do_not_have_them(
         assert code == 2 and "--ranks 7: no trace of these" in err and err.count("\n") == 1
 
 
-def test_many_ranks_are_read_one_by_one_and_one_of_them_alone(
+def test_many_ranks_are_read_one_by_one_and_one_can_be_selected(
     advisor: Run, ranks: Callable[[int], Path], tmp_path: Path
 ) -> None:
     folder = ranks(MAX_RANKS_IN_MEMORY + 1)
@@ -130,7 +128,7 @@ def test_tables_and_sarif_are_of_a_job_too(
         (["--workers", "0"], "--workers"),
     ],
 )
-def test_options_that_exclude_each_other_are_one_line(
+def test_exclusive_options_are_one_line_error(
     advisor: Run, ranks: Callable[[int], Path], arguments: list[str], why: str
 ) -> None:
     code, out, err = advisor("analyze", ranks(2), *arguments)
@@ -200,7 +198,7 @@ class Waits(Rule):
 """
 
 
-def test_ctrl_c_ends_the_command_and_the_processes_that_it_started(
+def test_ctrl_c_ends_the_command_and_its_processes(
     tmp_path: Path, ranks: Callable[[int], Path]
 ) -> None:
     psutil = pytest.importorskip("psutil")

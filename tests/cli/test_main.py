@@ -103,7 +103,7 @@ def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> N
     assert (result.stdout.split(), result.stderr) == ([completed], "")
 
 
-def test_a_command_that_is_misspelled_gets_the_one_that_is_meant(
+def test_misspelled_command_gets_a_suggestion(
     advisor: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.run(["analyse", "x"]) == 2
@@ -111,7 +111,7 @@ def test_a_command_that_is_misspelled_gets_the_one_that_is_meant(
     assert "'analyze'? See" in error and error.count("\n") == 1
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_loads_no_heavy_modules() -> None:
     code = (
         "import sys\n"
         "from advisor import cli\n"
@@ -191,7 +191,7 @@ def test_a_reader_that_goes_away_is_not_an_error(
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_behind_stdout_is_one_line(
+def test_a_full_disk_behind_stdout_is_one_line_error(
     advisor: Run,
     slow_trace: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -236,7 +236,7 @@ def test_an_interrupt_is_exit_code_130_and_no_traceback() -> None:
 # -- progress -----------------------------------------------------------------------------------
 
 
-def test_no_progress_where_nobody_watches(
+def test_no_progress_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress_module, "DELAY_SECONDS", 0.0)
@@ -264,7 +264,7 @@ def test_progress_waits_a_second_and_leaves_no_trace(monkeypatch: pytest.MonkeyP
     assert written.endswith("\r\x1b[K")
 
 
-def test_no_progress_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_progress_when_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     assert not Progress(enabled=False).enabled
 
@@ -295,7 +295,7 @@ def test_every_shared_option_arrives_in_the_analysis() -> None:
 
 
 @pytest.mark.parametrize("command", ["whatif", "project", "fit"])
-def test_a_command_that_analyzes_by_itself_uses_each_shared_option(command: str) -> None:
+def test_analyzing_command_uses_each_shared_option(command: str) -> None:
     folder = ROOT / "advisor" / "cli"
     text = "".join(file.read_text(encoding="utf-8") for file in folder.glob(f"{command}*.py"))
     names = re.findall(r'"(\w+)"', text[text.index("@o.with_options(") :].partition(")")[0])
@@ -305,7 +305,7 @@ def test_a_command_that_analyzes_by_itself_uses_each_shared_option(command: str)
 
 
 @pytest.mark.parametrize("name", ["/root/x.html", None])
-def test_a_file_without_permission_is_one_line(
+def test_a_file_without_permission_is_one_line_error(
     name: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``Path.is_dir`` raises in a folder that one may not enter."""
@@ -319,7 +319,7 @@ def test_a_file_without_permission_is_one_line(
     assert error == f"advisor: {name + ': ' if name else ''}Permission denied\n"
 
 
-def test_each_former_option_has_its_name_of_today_in_its_subcommand() -> None:
+def test_former_options_name_their_current_option() -> None:
     for command, names in cli.FORMER_NAMES.items():
         (subcommand,) = cli._build_command(command).commands.values()
         options = {option for param in subcommand.params for option in param.opts}

@@ -36,7 +36,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "FIRST_DELAY_NS", 1_000_000)
 
 
-def test_without_a_driver_it_says_so_and_shows_the_host(advisor: Run, no_driver: None) -> None:
+def test_monitor_without_a_driver_shows_the_host(advisor: Run, no_driver: None) -> None:
     result = advisor("monitor", "--once")
     assert result.code == 0 and result.err == ""
     assert "no NVIDIA driver" in result.out and "Host" in result.out and "CPU" in result.out
@@ -58,9 +58,7 @@ def test_every_gpu_is_shown_whatever_cuda_may_see(
     assert "97%" in advisor("monitor", "--once").out
 
 
-def test_json_is_one_object_a_line_with_null_for_what_is_not_reported(
-    advisor: Run, gpu: Any
-) -> None:
+def test_json_lines_have_null_for_unreported_values(advisor: Run, gpu: Any) -> None:
     result = advisor("monitor", "--once", "--json")
     (line,) = result.out.splitlines()
     document = json.loads(line)
@@ -84,12 +82,12 @@ def test_prometheus_gets_a_whole_file(advisor: Run, gpu: Any, tmp_path: Path) ->
     assert [p.name for p in tmp_path.iterdir()] == ["advisor.prom"]
 
 
-def test_a_file_that_cannot_be_written_is_one_line(advisor: Run, gpu: Any, tmp_path: Path) -> None:
+def test_unwritable_file_is_one_line_error(advisor: Run, gpu: Any, tmp_path: Path) -> None:
     result = advisor("monitor", "--once", "--prometheus", tmp_path / "none" / "x.prom")
     assert result.code == 2 and result.err.count("\n") == 1
 
 
-def test_monitor_goes_on_until_it_is_interrupted(
+def test_monitor_runs_until_interrupted(
     advisor: Run, gpu: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     naps = []
@@ -104,7 +102,7 @@ def test_monitor_goes_on_until_it_is_interrupted(
     assert result.code == 0 and len(result.out.splitlines()) == 3
 
 
-def test_costly_fields_stay_until_they_are_asked_again() -> None:
+def test_costly_fields_are_kept_until_the_next_query() -> None:
     first = Sample(
         t=1, gpus=[GpuSample(uuid="a", power=1, ecc_uncorrected=3)], host=HostSample(swap_used=7)
     )

@@ -89,12 +89,12 @@ def test_the_text_fits_into_80_columns(
     assert "measured 20 ms per step · NVIDIA A100 SXM4 80GB" in result.out
 
 
-def test_a_short_name_says_what_it_was_taken_for(advisor: Run, trace: Path) -> None:
+def test_short_gpu_name_shows_its_match(advisor: Run, trace: Path) -> None:
     out = words(advisor("project", trace, "--gpu", "h200").out)
     assert "h200 is taken for NVIDIA H200 SXM; it could be NVIDIA H200 NVL." in out
 
 
-def test_gpus_that_the_host_makes_equal_are_one_row_with_the_reason_once(
+def test_gpus_of_equal_time_share_one_row_and_reason(
     advisor: Run, shared_trace: Callable[[str], str]
 ) -> None:
     output = advisor("project", shared_trace("linear_2080ti_launch_bound"), "--all").out
@@ -103,7 +103,7 @@ def test_gpus_that_the_host_makes_equal_are_one_row_with_the_reason_once(
     assert words(output).startswith("The step on each of ")
 
 
-def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(
+def test_pyproject_price_table_may_name_its_currency(
     advisor: Run, trace: Path, tmp_path: Path
 ) -> None:
     """The command runs in ``tmp_path``. Both H200 have the words, and nothing else does."""
@@ -116,7 +116,7 @@ def test_a_table_of_prices_may_stand_in_pyproject_and_name_its_currency(
     assert {g["gpu"] for g in document["gpus"]} == {"NVIDIA H200 SXM", "NVIDIA H200 NVL"}
 
 
-def test_the_gpu_of_a_recording_without_one_can_be_given(advisor: Run, tmp_path: Path) -> None:
+def test_gpu_option_names_the_gpu_of_a_recording(advisor: Run, tmp_path: Path) -> None:
     path = write_trace(tmp_path / "bare.json", None)
     refused = advisor("project", path, "--gpu", "h100 sxm5")
     assert refused.code == 2 and "--recorded-gpu NAME says what it was" in refused.err
@@ -125,7 +125,7 @@ def test_the_gpu_of_a_recording_without_one_can_be_given(advisor: Run, tmp_path:
     assert gpu["speedup"] == pytest.approx(794.5 / 271.2, rel=0.01)
 
 
-def test_the_gpu_that_is_given_counts_for_more_of_them_too(advisor: Run, tmp_path: Path) -> None:
+def test_given_gpu_applies_to_several_gpus(advisor: Run, tmp_path: Path) -> None:
     path = write_trace(tmp_path / "bare.json", None)
     prices = tmp_path / "prices.toml"
     prices.write_text('[prices]\n"a100 sxm4 80gb" = 2.0\n')
@@ -155,7 +155,7 @@ def test_the_gpu_that_is_given_counts_for_more_of_them_too(advisor: Run, tmp_pat
         (("--gpu", "l4", "--rank", "7"), "7"),
     ],
 )
-def test_an_impossible_projection_is_one_line(
+def test_an_impossible_projection_is_one_line_error(
     advisor: Run, trace: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     result = advisor("project", trace, *arguments)
@@ -181,9 +181,7 @@ def test_the_projection_of_a_run_of_several_ranks_names_the_rank(
     assert (json.loads(result.out)["rank"], json.loads(result.out)["median"]) == (1, None)
 
 
-def test_a_job_is_projected_from_its_slowest_rank_with_the_median_beside_it(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_job_projection_shows_its_slowest_and_median_rank(advisor: Run, tmp_path: Path) -> None:
     """Ranks of 1, 3 and 2 ms: rank 1 sets the pace, and rank 2 is the one in the middle."""
     for rank, us in enumerate((1_000, 3_000, 2_000)):
         b = TraceBuilder(rank=rank, world_size=3)

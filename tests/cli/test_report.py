@@ -90,7 +90,7 @@ def private_trace(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", STARTS)
-def test_redacted_reports_hold_nothing_private(
+def test_redacted_reports_hold_no_private_data(
     advisor: Run, private_trace: Path, form: str
 ) -> None:
     code, out, _ = advisor("analyze", private_trace, "--format", form, "--redact")
@@ -113,7 +113,7 @@ def test_export_writes_a_trace_with_our_tracks(
     assert before["findings"] == after["findings"]
 
 
-def test_a_redacted_export_holds_nothing_private(
+def test_redacted_export_holds_no_private_data(
     advisor: Run, private_trace: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "out.json"
@@ -142,7 +142,7 @@ def test_a_redacted_export_holds_nothing_private(
         (["report", "{trace}", "--format", "pdf"], "pdf"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(
+def test_bad_input_is_one_line_error_with_exit_code_2(
     advisor: Run, slow_trace: Path, arguments: list[str], complaint: str
 ) -> None:
     code, out, err = advisor(*(a.format(trace=slow_trace) for a in arguments))

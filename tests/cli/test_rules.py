@@ -74,9 +74,7 @@ def test_every_rule_can_be_shown(advisor: Run) -> None:
         assert max(len(line) for line in out.splitlines() if "://" not in line) <= 80
 
 
-def test_a_rule_is_shown_with_its_thresholds_and_where_they_come_from(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_rule_is_shown_with_sources_of_its_thresholds(advisor: Run, tmp_path: Path) -> None:
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules" / "mine.py").write_text(RULE)
     code, out, _ = advisor("rules", "show", "mine", "--rules", tmp_path / "rules")
@@ -101,7 +99,7 @@ def test_a_rule_of_the_users_own_is_run(advisor: Run, tmp_path: Path, slow_trace
     assert "my rule ran" in out
 
 
-def test_a_rule_that_is_switched_off_is_marked(advisor: Run, tmp_path: Path) -> None:
+def test_disabled_rule_is_marked(advisor: Run, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text(
         "[tool.advisor.rules.exposed-communication]\nenabled = false\n"
     )
@@ -127,7 +125,7 @@ def test_every_page_of_a_rule_stands_by_itself() -> None:
     assert [name for name, text in begins.items() if text.startswith("The same ")] == []
 
 
-def test_a_name_that_is_nearly_right_gets_a_suggestion(advisor: Run) -> None:
+def test_misspelled_rule_gets_a_suggestion(advisor: Run) -> None:
     code, out, err = advisor("rules", "show", "exposed-comunication")
     assert (code, out) == (2, "")
     assert "did you mean exposed-communication" in err

@@ -60,9 +60,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "dashboard runs runs/2026-11-20_a --no-browser",
     ],
 )
-def test_a_folder_of_runs_lists_them_and_says_what_to_type(
-    project: Path, advisor: Cli, words: str
-) -> None:
+def test_folder_of_runs_lists_runs_and_commands(project: Path, advisor: Cli, words: str) -> None:
     result = advisor(*shlex.split(words))
     assert (result.code, result.out) == (2, "")
     newest, older, last = result.err.splitlines()
@@ -79,9 +77,7 @@ def test_a_folder_of_runs_lists_them_and_says_what_to_type(
     assert typed == wanted
 
 
-def test_analyze_takes_the_newest_run_that_can_be_analyzed_and_says_why_not_a_newer_one(
-    project: Path, advisor: Cli
-) -> None:
+def test_analyze_takes_the_newest_usable_run_and_explains_it(project: Path, advisor: Cli) -> None:
     runs = project / "runs"
     (runs / "2026-11-20_a/rank0" / EVENTS).write_bytes(
         msgspec.json.encode(Event(t=10**9, kind="end", data={"reason": "finished"}))
@@ -125,7 +121,7 @@ def test_the_list_is_harmless_and_has_damaged_runs(project: Path, advisor: Cli) 
     assert "choose one: advisor whatif runs/2026-11-21_b" in lines[-1]
 
 
-def test_traces_that_lie_beside_runs_are_read_and_a_run_itself_is_one(project: Path) -> None:
+def test_traces_beside_runs_are_read(project: Path) -> None:
     assert advisor.open("runs/2026-11-20_a").ranks == [0]
     with pytest.raises(
         advisor.AdvisorError, match=r"2 runs in it; give one, such as runs.2026-11-21"

@@ -75,7 +75,7 @@ def check_whatif(folder: Path, report: Report) -> list[str]:
 
 
 @pytest.mark.usefixtures("no_shared_analysis")
-def test_the_public_job_gets_one_answer(shared_file: Callable[[str], str], advisor: Run) -> None:
+def test_commands_agree_on_the_public_job(shared_file: Callable[[str], str], advisor: Run) -> None:
     folder = Path(shared_file("dlrm_8ranks/worker0.pt.trace.json.gz")).parent
     report = assert_same_answer(folder, advisor)
     assert check_whatif(folder, report) == ["straggler-rank", "launch-bound"]

@@ -14,7 +14,7 @@ from advisor.cli.agents import SKILL
 Run = Callable[..., tuple[int, str, str]]
 
 
-def test_the_skill_is_installed_where_agents_look_and_never_overwrites(
+def test_skill_is_installed_for_agents_without_overwriting(
     advisor: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

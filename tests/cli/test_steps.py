@@ -32,7 +32,7 @@ def trace(tmp_path: Path) -> Path:
 WHATIF = ("whatif", "--format", "json")
 
 
-def test_whatif_replays_the_ranges_that_are_named(advisor: Run, trace: Path) -> None:
+def test_whatif_replays_the_named_ranges(advisor: Run, trace: Path) -> None:
     every = json.loads(advisor(*WHATIF, trace, "scale work 1")[1])
     some = json.loads(advisor(*WHATIF, trace, "scale work 1", "--steps", "^evaluate$")[1])
     assert (every["replay"]["of_steps"], some["replay"]["of_steps"]) == (STEPS, STEPS // 2)
@@ -73,7 +73,7 @@ def test_gate_keeps_and_holds_them(advisor: Run, trace: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("command", ["compare", "whatif", "project", "export", "gate", "report"])
 @pytest.mark.parametrize("steps", ["nothing like it", "(", "7:3", "40:50"])
-def test_steps_that_are_not_there_are_one_line(
+def test_missing_steps_are_one_line_error(
     advisor: Run, trace: Path, tmp_path: Path, command: str, steps: str
 ) -> None:
     more: dict[str, list[object]] = {
@@ -87,14 +87,14 @@ def test_steps_that_are_not_there_are_one_line(
     assert len(err.strip().splitlines()) == 1 and "Traceback" not in err
 
 
-def test_a_saved_report_has_the_steps_it_has(advisor: Run, trace: Path, tmp_path: Path) -> None:
+def test_saved_report_rejects_other_steps(advisor: Run, trace: Path, tmp_path: Path) -> None:
     saved = tmp_path / "saved.json"
     advisor("analyze", trace, "-o", saved)
     code, _, err = advisor("compare", saved, trace, "--steps", "^evaluate$")
     assert code == 2 and "saved report" in err
 
 
-def test_two_recordings_of_nsight_systems_are_compared_by_a_range(
+def test_nsight_systems_recordings_are_compared_by_a_range(
     advisor: Run, shared_file: Callable[[str], str]
 ) -> None:
     """FSDP's own range before each block of the model: as many as the files hold on the thread

@@ -30,7 +30,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return b.write(tmp_path_factory.mktemp("whatif") / "trace.json")
 
 
-def test_the_step_then_is_the_measured_step_less_what_is_saved(advisor: Run, trace: Path) -> None:
+def test_edited_step_is_the_measured_step_minus_gains(advisor: Run, trace: Path) -> None:
     edits = ("--edit", "scale kernel:gemm 0.5", "--edit", "scale kernel:softmax 0.2")
     result = advisor("whatif", str(trace), "--format", "json", *edits)
     assert result.code == 0
@@ -86,7 +86,7 @@ def test_the_selection_of_an_edit_is_counted_and_timed(advisor: Run, trace: Path
     assert document["edits"][0]["selected_per_step"] == 2
 
 
-def test_an_edit_of_hidden_work_says_why_nothing_is_gained(advisor: Run, tmp_path: Path) -> None:
+def test_edit_of_hidden_work_explains_its_missing_gain(advisor: Run, tmp_path: Path) -> None:
     b = TraceBuilder()
     for _ in range(6):
         with b.step(), b.op("aten::mm"):
@@ -120,7 +120,7 @@ SOFTMAX, SGEMM = "softmax_warp_forward", "ampere_sgemm_128x64_nn"
     ],
 )
 @pytest.mark.parametrize("form", ["terminal", "json"])
-def test_an_edit_that_selects_nothing_says_what_there_is(
+def test_edit_without_matches_lists_candidates(
     advisor: Run, trace: Path, edit: str, message: str, form: str
 ) -> None:
     result = advisor("whatif", str(trace), "--edit", edit, "--format", form)
@@ -129,7 +129,7 @@ def test_an_edit_that_selects_nothing_says_what_there_is(
     assert message in result.err
 
 
-def test_each_of_several_edits_that_selects_nothing_is_reported(advisor: Run, trace: Path) -> None:
+def test_every_edit_without_matches_is_reported(advisor: Run, trace: Path) -> None:
     edits = ("scale kernel:gemm 0.5", "scale kernel:nonesuch 0.5", "scale comm 0")
     result = advisor("whatif", str(trace), *(word for e in edits for word in ("--edit", e)))
     assert result.code == 2
@@ -147,7 +147,7 @@ def test_the_list_of_selectable_names_is_bounded(
             assert "more" in result.err and len(result.err) < 1000
 
 
-def test_an_edit_that_cannot_be_read_is_one_line_and_exit_code_2(advisor: Run, trace: Path) -> None:
+def test_invalid_edit_is_one_line_error_with_exit_code_2(advisor: Run, trace: Path) -> None:
     result = advisor("whatif", str(trace), "--edit", "frobnicate kernel:gemm")
     assert result.code == 2
     assert "frobnicate" in result.err and "Traceback" not in result.err
@@ -178,7 +178,7 @@ def test_whatif_without_marked_steps_is_about_the_recording(
     assert "of the recording" in out.splitlines()[0] and "no steps are marked" in out
 
 
-def test_a_loader_that_keeps_up_is_named_where_steps_become_shorter(
+def test_loader_limit_is_named_when_steps_become_shorter(
     advisor: Run, shared_trace: Callable[[str], str]
 ) -> None:
     a100 = shared_trace("a100_train_6steps")

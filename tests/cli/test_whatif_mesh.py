@@ -50,7 +50,7 @@ def test_the_terminal_json_and_the_library_say_the_same(file: Path, advisor: Run
         (("--mesh", "dp=4,tp=2", "--recorded-mesh", "dp=0"), "dp=8,tp=4"),
     ],
 )
-def test_a_mesh_that_cannot_be_projected_is_one_line(
+def test_invalid_mesh_is_one_line_error(
     file: Path, advisor: Run, arguments: tuple[str, ...], message: str
 ) -> None:
     result = advisor("whatif", str(file), *arguments)

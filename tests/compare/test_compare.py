@@ -49,7 +49,7 @@ def amount(c: Comparison, group: str, name: str) -> tuple[float | None, float | 
     return matching.before, matching.after
 
 
-def test_idle_time_outside_operators_is_called_so_as_in_a_report(tmp_path: Path) -> None:
+def test_idle_time_outside_operators_is_named_as_in_reports(tmp_path: Path) -> None:
     paths = []
     for gap in (3000, 1000):
         b = TraceBuilder()
@@ -130,7 +130,7 @@ def write_scaled(source: str, target: Path, factor: float) -> Path:
     return target
 
 
-def test_a_real_trace_in_slow_motion_is_slower_by_exactly_that_much(
+def test_slowed_trace_is_slower_by_its_factor(
     shared_trace: Callable[[str], str], tmp_path: Path
 ) -> None:
     path = shared_trace("a100_train_6steps")
@@ -175,7 +175,7 @@ def test_the_page_has_the_step_before_and_after_on_one_scale(
     assert sum(before.values()) < sum(after.values()) == pytest.approx(1000, abs=20)
 
 
-def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Comparison]) -> None:
+def test_fixed_finding_agrees_with_its_prediction(files: Callable[..., Comparison]) -> None:
     c = files({"wait": 5000.0}, {})
     assert c.steps.verdict == "faster"
     # the wait differs by number % 3 from step to step: 5001 µs on average, and its two ranges
@@ -201,7 +201,7 @@ def test_a_fixed_finding_gains_what_was_predicted(files: Callable[..., Compariso
     assert c.realised.agrees is True
 
 
-def test_the_gain_of_a_fix_that_was_undone_by_something_else_does_not_agree(
+def test_offset_gain_of_a_fix_does_not_agree(
     files: Callable[..., Comparison],
 ) -> None:
     c = files({"wait": 5000.0}, {"gemm": 5500.0})
@@ -273,7 +273,7 @@ def test_a_trace_without_gpu_work_fixes_nothing(tmp_path: Path, training: Make) 
     assert any("No GPU work in the trace after" in limit for limit in c.limits)
 
 
-def test_work_is_matched_by_operator_where_only_one_side_has_shapes(
+def test_work_is_matched_by_operator_if_one_side_lacks_shapes(
     tmp_path: Path, training: Make
 ) -> None:
     bare = TraceBuilder()
@@ -328,7 +328,7 @@ def test_the_verdict_names_the_mean_where_the_median_is_another(
     assert (" on average (" in c.verdict) == named
 
 
-def test_profiled_steps_and_those_after_them_do_not_count(
+def test_profiled_and_following_steps_are_excluded(
     write_recording: Record, training: Make, tmp_path: Path
 ) -> None:
     folder = write_recording("a", [1000.0] * 100, training())
@@ -370,7 +370,7 @@ def finding_changes(before: Report, after: Report) -> list[tuple[str, str, bool 
     ]
 
 
-def test_findings_are_matched_by_place_before_they_are_by_rule(report: Report) -> None:
+def test_findings_are_matched_by_location_before_rule(report: Report) -> None:
     one, other = make_finding("sync", "/a/x/train.py", 10), make_finding("sync", "/a/x/loss.py", 20)
     before = replace(report, findings=[one, other])
     after = replace(report, findings=[make_finding("sync", "/home/b/loss.py", 27)])
@@ -411,7 +411,7 @@ def test_a_comparison_reads_back(files: Callable[..., Comparison]) -> None:
         Comparison.from_json(b'{"schema": "advisor.comparison/2"}')
 
 
-def test_a_finding_that_hides_behind_a_longer_one_is_not_fixed(tmp_path: Path) -> None:
+def test_finding_hidden_behind_a_longer_one_is_not_fixed(tmp_path: Path) -> None:
     def run(loader: float) -> TraceBuilder:
         """A run whose device works 2 ms per step while the host waits for the loader,
         unsynchronised."""
@@ -481,7 +481,7 @@ def test_a_crash_of_either_run_comes_first(crashed: int, tmp_path: Path) -> None
     )
 
 
-def test_the_time_to_compile_is_gained_again_after_so_many_steps(
+def test_compile_time_is_amortized_after_a_number_of_steps(
     training: Make, write_recording: Callable[..., Path]
 ) -> None:
     """2 s of compiling, and steps of 8 ms in place of 10: 1,000 steps."""
@@ -536,7 +536,7 @@ def test_other_programs_get_the_warning_first_and_no_verdict(shared_file: Shared
     assert compare(lines, wide).verdict.startswith("On other input shapes, such as another batch")
 
 
-def test_the_breakdown_of_recorded_runs_says_that_it_is_of_the_window(shared_file: Shared) -> None:
+def test_breakdown_of_recorded_runs_names_its_window(shared_file: Shared) -> None:
     run, other = (
         Path(shared_file(f"h100/{name}/manifest.json")).parent
         for name in ("healthy_lm", "vocabulary")
@@ -559,9 +559,7 @@ def test_a_trace_and_a_snapshot_are_not_compared(shared_file: Shared) -> None:
             compare(*pair)
 
 
-def test_the_package_is_called_like_its_function_and_stays_a_package(
-    tmp_path: Path, training: Make
-) -> None:
+def test_compare_package_is_callable_and_importable(tmp_path: Path, training: Make) -> None:
     path = training().write(tmp_path / "one.json")
     program = (
         f"import advisor; print(advisor.compare({str(path)!r}, {str(path)!r}).verdict)\n"

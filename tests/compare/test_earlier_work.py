@@ -11,7 +11,7 @@ from advisor.render.formats import COMPARISONS
 CORPUS = Path(__file__).parents[1] / "corpus"
 
 
-def test_work_launched_before_a_recording_is_said_to_be_left_out() -> None:
+def test_work_launched_before_a_recording_is_reported_omitted() -> None:
     """463 kernels of one trace were launched before it; the other has none of them."""
     files = [
         CORPUS / f"{name}.json.gz" for name in ("h100_qwen_inference", "h100_bert_small_inference")

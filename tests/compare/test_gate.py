@@ -105,9 +105,7 @@ def test_a_run_is_compared_with_the_saved_baseline(
     assert f"exit code {code}" in advisor("gate", "base.json", new, "--max-slower", bound)[1]
 
 
-def test_steps_all_over_the_place_are_not_shown_to_be_slower_and_strict_refuses_that(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_strict_gate_refuses_noisy_steps(advisor: Run, tmp_path: Path) -> None:
     wild = [10, 14, 6, 20, 8, 12] * 10
     advisor("gate", "--save", "base.json", run_directory(tmp_path / "a", wild))
     run = run_directory(tmp_path / "b", [9.0, 18.0, 7.0, 15.0, 12.0] * 13)
@@ -146,7 +144,7 @@ def test_runs_that_cannot_be_compared_are_bad_input(
         ("training_mode", "leak", "one of the two trains, the other does not"),
     ],
 )
-def test_another_program_on_the_cpu_gets_no_verdict_and_passes_no_gate(
+def test_other_cpu_program_gets_no_verdict_and_fails_the_gate(
     advisor: Run, tmp_path: Path, name: str, other: str, message: str
 ) -> None:
     runs = [tmp_path / f"{each}.slow" for each in (name, other)]
@@ -161,9 +159,7 @@ def test_another_program_on_the_cpu_gets_no_verdict_and_passes_no_gate(
     assert "different programs" not in advisor("compare", runs[0], cured)[1]  # of one file
 
 
-def test_profiled_steps_are_not_compared_with_unprofiled_ones_nor_one_gpu_with_another(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_profiling_and_gpu_must_match_for_comparison(advisor: Run, tmp_path: Path) -> None:
     advisor("gate", "--save", "base.json", trace(tmp_path / "t.json", 1000))
     run = run_directory(tmp_path / "a", [1.0] * 60)
     code, _, err = advisor("gate", "base.json", run)
@@ -175,9 +171,7 @@ def test_profiled_steps_are_not_compared_with_unprofiled_ones_nor_one_gpu_with_a
     assert code == 2 and "keep a baseline for each GPU" in err
 
 
-def test_a_baseline_of_an_earlier_version_says_how_to_save_it_again(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_old_baseline_error_shows_how_to_save_it_again(advisor: Run, tmp_path: Path) -> None:
     Path("base.json").write_text('{"schema": "advisor.baseline/1", "source": "trace"}')
     code, _, err = advisor("gate", "base.json", trace(tmp_path / "t.json", 1000))
     assert code == 2 and "advisor gate --save base.json RUN" in err
@@ -196,9 +190,7 @@ def test_a_baseline_of_an_earlier_version_says_how_to_save_it_again(
         '{"schema": "advisor.report/1", ' + '"x": [' * 100_000,
     ],
 )
-def test_a_damaged_baseline_is_one_line_and_bad_input(
-    advisor: Run, tmp_path: Path, text: str
-) -> None:
+def test_damaged_baseline_is_one_line_error(advisor: Run, tmp_path: Path, text: str) -> None:
     Path("base.json").write_text(text)
     code, out, err = advisor("gate", "base.json", trace(tmp_path / "t.json", 1000))
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -217,7 +209,7 @@ def test_usage_is_reported_in_one_line(advisor: Run, tmp_path: Path) -> None:
         assert (code, err.count("\n")) == (2, 1), words
 
 
-def test_a_workflow_gets_annotations_and_a_summary_that_nobody_can_write_into(
+def test_workflow_annotations_and_summary_escape_input(
     advisor: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = TraceBuilder()
@@ -276,7 +268,7 @@ def test_a_real_trace_does_not_differ_from_itself(
     assert comparison["decision"]["reasons"][0].startswith("no difference; up to 0.0%")
 
 
-def test_repetitions_that_nothing_marks_pass_no_gate(
+def test_unmarked_repetitions_fail_the_gate(
     advisor: Run, shared_file: Callable[[str], str]
 ) -> None:
     path = shared_file("nsys/mfu_2gpu_before.sqlite")
@@ -300,9 +292,7 @@ def test_a_comparison_of_the_same_runs_has_the_same_interval(
     assert steps == json.loads(advisor("compare", *runs, "--format", "json")[1])["steps"]
 
 
-def test_three_or_four_steps_are_compared_and_nothing_is_said_of_their_dependence(
-    advisor: Run, tmp_path: Path
-) -> None:
+def test_few_steps_are_compared_without_dependence_estimate(advisor: Run, tmp_path: Path) -> None:
     few, more = (trace(tmp_path / f"{n}.json", 1000, steps=n) for n in (4, 5))
     for path, method in ((few, "Welch's t interval"), (more, "circular block bootstrap")):
         steps = json.loads(advisor("compare", path, more, "--format", "json")[1])["steps"]

@@ -25,7 +25,7 @@ def snapshot_after(steps: int, path: Path, **how: int) -> Path:
     return m.write(path)
 
 
-def test_autocast_is_said_to_raise_memory_and_why() -> None:
+def test_memory_raised_by_autocast_is_explained() -> None:
     c = compare(*(FOLDER / f"forward_{n}.pickle.gz" for n in ("fp32", "bf16_autocast")))
     assert c.verdict.startswith("Memory at the peak rises by 40%: 531 MiB → 744 MiB")
     assert "autocast copies +231 MiB" in c.verdict and "16-bit copy of each weight" in c.verdict

@@ -44,7 +44,7 @@ def lines(run: Path) -> list[predictions.Prediction]:
     return predictions.read_predictions(run / predictions.FILE).predictions
 
 
-def test_a_fix_with_an_estimate_is_a_line_in_the_folder_of_the_later_run(
+def test_fix_with_estimate_is_recorded_in_the_later_run(
     runs: tuple[Path, Path],
 ) -> None:
     before, after = runs
@@ -72,7 +72,7 @@ def test_the_ledger_names_no_program_file_or_host(runs: tuple[Path, Path]) -> No
     assert not any(word in text for word in (str(before.parent), "before", "gemm", "sgemm"))
 
 
-def test_nothing_is_appended_where_nothing_was_fixed_or_traces_are_not_runs(
+def test_predictions_are_appended_for_fixes_in_runs_only(
     runs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     before, after = runs
@@ -89,7 +89,7 @@ def test_nothing_is_appended_where_nothing_was_fixed_or_traces_are_not_runs(
     assert not list(tmp_path.glob("*.jsonl"))
 
 
-def test_two_fixes_at_once_say_nothing_of_either(runs: tuple[Path, Path]) -> None:
+def test_two_simultaneous_fixes_give_no_prediction(runs: tuple[Path, Path]) -> None:
     from msgspec.structs import replace
 
     c = compare(*runs, Options(config={}))
@@ -97,7 +97,7 @@ def test_two_fixes_at_once_say_nothing_of_either(runs: tuple[Path, Path]) -> Non
     assert prediction_of(two, unix=1) is None
 
 
-def test_the_command_line_writes_into_no_run_and_remembers_where_asked(
+def test_command_line_appends_predictions_only_on_request(
     runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ledger = tmp_path / "own.jsonl"

@@ -60,7 +60,7 @@ def test_reports_of_real_traces_compare_as_the_traces_do(
     assert compare(*map(saved_report, paths)).steps == compare(*paths).steps
 
 
-def test_the_interval_is_the_one_of_the_steps(training: Make, tmp_path: Path) -> None:
+def test_saved_reports_give_the_same_interval_as_steps(training: Make, tmp_path: Path) -> None:
     paths = [training(gemm=us, steps=4).write(tmp_path / f"{us}.json") for us in (900.0, 1300.0)]
     reports = [saved_report(path) for path in paths]
     samples = [np.array(r.step_durations[0].durations_ns, dtype=float) for r in reports]
@@ -78,7 +78,7 @@ def test_a_long_run_keeps_its_last_steps_and_their_numbers(
     assert steps.durations_ns == [int(us * 1000) for us in durations[1000:]]
 
 
-def test_steps_that_are_set_aside_are_missing_from_the_numbers(tmp_path: Path) -> None:
+def test_excluded_steps_are_missing_from_step_numbers(tmp_path: Path) -> None:
     b = TraceBuilder()
     for number in range(9):
         with b.step(), b.op("aten::mm"):
@@ -92,7 +92,7 @@ def test_steps_that_are_set_aside_are_missing_from_the_numbers(tmp_path: Path) -
     assert len(steps.durations_ns) == report.scope.steps_used == 8
 
 
-def test_a_report_without_steps_says_what_to_do(training: Make, tmp_path: Path) -> None:
+def test_report_without_steps_gets_instructions(training: Make, tmp_path: Path) -> None:
     """Reports that were written before reports held their steps."""
     path = training().write(tmp_path / "a.json")
     old = msgspec.structs.replace(saved_report(path), step_durations=[])

@@ -69,14 +69,14 @@ def alarm_rates(baseline_runs: int, bounds: Sequence[float], trials: int = 150) 
     return [float(share) for share in values / trials]
 
 
-def test_identical_runs_on_a_noisy_machine_seldom_alarm_at_three_runs() -> None:
+def test_three_identical_noisy_runs_seldom_alarm() -> None:
     bounds = (0.0, 0.02, 0.05)
     assert max(alarm_rates(3, bounds)) <= 0.05
     single = alarm_rates(1, bounds, trials=60)
     assert min(single) > 0.15, "what one run does not tell"
 
 
-def test_a_large_slowdown_alarms_and_the_smallest_that_can_is_said() -> None:
+def test_large_slowdown_alarms_and_detectable_size_is_given() -> None:
     random = np.random.default_rng(7)
     kept = build_baseline([draw_run(random) for _ in range(3)], ["a", "b", "c"])
     comparison: Comparison = compare_with_baseline(kept, draw_run(random, slower=1.0))
@@ -101,7 +101,7 @@ def test_the_interval_over_runs_by_hand() -> None:
     assert (comparison.low, comparison.high) == pytest.approx((4 - reach, 4 + reach))
 
 
-def test_runs_that_do_not_differ_leave_the_interval_of_their_steps() -> None:
+def test_equal_runs_keep_the_interval_of_their_steps() -> None:
     random = np.random.default_rng(3)
     steps = random.normal(100, 10, 60)
     same = [steps, steps.copy(), steps.copy()]

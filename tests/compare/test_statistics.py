@@ -25,7 +25,7 @@ from advisor.compare.statistics import MIN_DEPENDENT_STEPS, block_length, differ
         (0.995, 4, 4.6041),
     ],
 )
-def test_quantiles_of_t_are_those_of_the_tables(p: float, freedom: float, published: float) -> None:
+def test_t_quantiles_match_published_tables(p: float, freedom: float, published: float) -> None:
     assert s.t_quantile(p, freedom) == pytest.approx(published, abs=6e-5)
 
 
@@ -62,7 +62,7 @@ def autoregression(random: np.random.Generator, rho: float, count: int) -> s.Sam
     return 100 + values
 
 
-def test_welch_holds_the_truth_as_often_as_it_says_for_independent_steps() -> None:
+def test_welch_interval_covers_at_its_nominal_rate() -> None:
     random = np.random.default_rng(3)
     rounds, hits = 1000, 0
     for _ in range(rounds):
@@ -98,9 +98,7 @@ def coverage(rho: float, count: int, *, naive: bool = False, trials: int = 120) 
     ("rho", "count", "trials"),
     [(0.0, 5, 300), (0.3, 10, 300), (0.6, 20, 300), (0.6, 60, 300), (0.8, 200, 100)],
 )
-def test_intervals_hold_the_truth_about_as_often_as_they_say_for_dependent_steps(
-    rho: float, count: int, trials: int
-) -> None:
+def test_block_interval_covers_dependent_steps(rho: float, count: int, trials: int) -> None:
     """95% is said. Never narrower than to hold 88%, and not so wide that they hold all."""
     assert 0.88 <= coverage(rho, count, trials=trials) <= 0.98
 
@@ -124,11 +122,11 @@ def test_the_same_steps_give_the_same_interval() -> None:
     assert difference(before, after) == difference(before, after)
 
 
-def test_intervals_for_independent_steps_do_not_hold_for_dependent_ones() -> None:
+def test_welch_interval_undercovers_dependent_steps() -> None:
     assert coverage(0.6, 60, naive=True) < 0.8
 
 
-def test_blocks_are_as_long_as_the_formula_says_for_a_known_correlation() -> None:
+def test_block_length_matches_formula_for_known_correlation() -> None:
     rho, count = 0.5, 20_000
     series = autoregression(np.random.default_rng(3), rho, count)
     by_hand = (1.5 * (2 * rho / (1 - rho**2)) ** 2 * count) ** (1 / 3)
@@ -139,7 +137,7 @@ def test_blocks_are_as_long_as_the_formula_says_for_a_known_correlation() -> Non
 
 
 @pytest.mark.parametrize("count", [6, 30, 100])
-def test_steps_that_are_long_in_both_runs_are_no_difference_when_paired(count: int) -> None:
+def test_steps_long_in_both_runs_cancel_when_paired(count: int) -> None:
     random = np.random.default_rng(5)
     batches = random.gamma(4.0, 25.0, count)  # lengths differ by half from batch to batch
     before, after = batches + random.normal(size=count), 4 + batches + random.normal(size=count)

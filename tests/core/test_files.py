@@ -76,7 +76,7 @@ def test_every_reader_names_the_file_it_cannot_read(irregular_file: Path, tmp_pa
 
 
 @pytest.mark.parametrize("name", [RANK, STEPS, TELEMETRY, EVENTS])
-def test_a_run_is_read_without_what_is_not_a_file(
+def test_run_is_read_without_irregular_files(
     irregular_file: Path, tmp_path: Path, name: str
 ) -> None:
     folder = run_directory(tmp_path / "run")
@@ -151,7 +151,7 @@ def test_long_telemetry_is_thinned_and_reported(
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 1 << 20])
-def test_lines_are_those_of_the_text_whatever_the_blocks(
+def test_lines_are_independent_of_block_size(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "BLOCK", block)
@@ -163,7 +163,7 @@ def test_lines_are_those_of_the_text_whatever_the_blocks(
         assert list(read_lines(file, 9, 5)) == [b"ab", b"cd"]
 
 
-def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
+def test_too_long_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
@@ -192,7 +192,7 @@ def test_half_a_million_gzip_members_are_read_in_linear_time(tmp_path: Path) -> 
     assert time.process_time() - begin < 15
 
 
-def test_a_file_that_asks_for_more_work_than_its_size_is_left_off(
+def test_file_expanding_beyond_its_size_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("advisor.read.formats.kineto.reader.MIN_CPU_SECONDS", 0.1)
@@ -208,14 +208,14 @@ def test_a_file_that_asks_for_more_work_than_its_size_is_left_off(
     assert "too much work for its size: read up to" in str(trace.meta.damage)
 
 
-def test_a_configuration_that_is_made_to_fill_the_memory_is_refused(tmp_path: Path) -> None:
+def test_memory_exhausting_configuration_is_refused(tmp_path: Path) -> None:
     for text in ("a" + ".a" * 30_000 + "=1\n", "a=" + "[" * 5000, "x='" + "y" * (1 << 20) + "'"):
         (tmp_path / "pyproject.toml").write_text(text)
         with pytest.raises(AdvisorError, match=r"pyproject.toml: "):
             read_config(tmp_path)
 
 
-def test_steps_without_length_are_reported_as_what_they_are(
+def test_steps_without_duration_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mark = (

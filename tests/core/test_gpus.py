@@ -284,7 +284,7 @@ def test_measured_rates_have_a_source_and_are_possible(gpu: GpuSpec) -> None:
         assert 0.65 * gpu.bandwidth < memory.rate * 1e9 < gpu.bandwidth
 
 
-def test_sixteen_bit_formats_stand_for_each_other_where_their_rates_are_equal() -> None:
+def test_16_bit_formats_of_equal_rate_are_interchangeable() -> None:
     a100 = find("NVIDIA A100-SXM4-80GB")
     assert a100.measured_matmul("c10::Half") == a100.measured_matmul("bf16")
     v100 = find("Tesla V100-SXM2-16GB")

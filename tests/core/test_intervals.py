@@ -48,14 +48,14 @@ def assert_intervals(intervals: Intervals, expected: set[int]) -> None:
 
 
 @given(pairs)
-def test_a_union_covers_what_any_covers_and_merges_what_touches(given_pairs):
+def test_union_covers_both_sets_and_merges_adjacent_intervals(given_pairs):
     result = make_intervals(given_pairs)
     assert_intervals(result, instants_of(given_pairs))
     assert (result.start[1:] > result.end[:-1]).all()
 
 
 @given(pairs, pairs)
-def test_an_intersection_is_what_both_cover(left, right):
+def test_intersection_is_covered_by_both_sets(left, right):
     assert_intervals(
         intersect(make_intervals(left), make_intervals(right)),
         instants_of(left) & instants_of(right),
@@ -63,7 +63,7 @@ def test_an_intersection_is_what_both_cover(left, right):
 
 
 @given(pairs, pairs)
-def test_a_difference_is_what_only_the_first_covers(left, right):
+def test_difference_is_covered_by_the_first_set_only(left, right):
     assert_intervals(
         subtract(make_intervals(left), make_intervals(right)),
         instants_of(left) - instants_of(right),
@@ -71,7 +71,7 @@ def test_a_difference_is_what_only_the_first_covers(left, right):
 
 
 @given(pairs, pairs, pairs)
-def test_a_join_covers_what_any_set_covers(first, second, third):
+def test_join_covers_every_set(first, second, third):
     assert_intervals(
         union_of(make_intervals(first), make_intervals(second), make_intervals(third)),
         instants_of(first) | instants_of(second) | instants_of(third),
@@ -87,14 +87,14 @@ def test_gaps_are_the_uncovered_rest_of_a_span(given_pairs, start, end):
 
 
 @given(pairs, pairs)
-def test_coverage_is_counted_for_each_interval_alone(queries, by):
+def test_coverage_is_counted_per_interval(queries, by):
     starts = np.array([s for s, _ in queries], dtype=np.int64)
     ends = starts + np.array([d for _, d in queries], dtype=np.int64)
     expected = [len(instants_of([pair]) & instants_of(by)) for pair in queries]
     assert covered_length(starts, ends, make_intervals(by)).tolist() == expected
 
 
-def test_nothing_is_a_set_too():
+def test_empty_set_works_in_every_operation():
     assert len(EMPTY) == 0
     assert EMPTY.total == 0
     assert len(union([], [])) == 0

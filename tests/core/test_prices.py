@@ -87,7 +87,7 @@ def test_a_step_takes_its_power_times_its_time(counter: bool, method: str) -> No
     assert energy.steps >= 40
 
 
-def test_energy_of_a_power_that_changes_is_its_integral_over_the_steps_that_count() -> None:
+def test_energy_is_power_integrated_over_counted_steps() -> None:
     def watts(s: float) -> float:
         return 200 + 100 * s  # up to 800 W after 6 s
 
@@ -121,7 +121,7 @@ def test_profiled_steps_are_left_out_of_a_steps_energy() -> None:
     ],
     ids=["not sampled", "slice", "too few", "no counter that moves", "too far apart"],
 )
-def test_energy_that_was_not_measured_is_none(rank_record: RankRecord) -> None:
+def test_unmeasured_energy_is_none(rank_record: RankRecord) -> None:
     assert step_energy(StepRecords(rank_record)) is None
 
 
@@ -211,7 +211,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, *capsys.readouterr()
 
 
-def test_the_price_is_in_every_format_and_absent_without_one(
+def test_price_is_shown_in_every_format_if_known(
     slow_trace: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -254,7 +254,7 @@ def test_energy_is_compared_and_gated(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search(r"energy per step +30[.\d]* J +20[.\d]* J", text)
 
 
-def test_a_name_in_the_table_fits_a_gpu_whose_words_it_has(tmp_path: Path) -> None:
+def test_price_table_name_matches_gpu_by_words(tmp_path: Path) -> None:
     file = tmp_path / "prices.toml"
     file.write_text(
         '[prices]\ncurrency = "eur"\nA100 = 1.0\n"A100 80GB" = 1.5\n"MI300X" = 2\nH100 = 0\n'
@@ -279,7 +279,7 @@ def test_a_name_in_the_table_fits_a_gpu_whose_words_it_has(tmp_path: Path) -> No
     ["A100 = true", 'A100 = "2"', "A100 = -1", "A100 = inf", "A100 = nan", '"" = 1', '"-" = 1',
      "currency = 1", 'currency = "dollars"', "[A100]\nx = 1", "A100 =", "a." * 2000 + "b = 1"],
 )  # fmt: skip
-def test_a_bad_table_of_prices_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_bad_table_of_prices_is_one_line_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "prices.toml"
     file.write_text(text)
     with pytest.raises(AdvisorError) as caught:

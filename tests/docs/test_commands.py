@@ -112,7 +112,7 @@ OTHERS = [
 ]
 
 
-def test_other_pages_show_what_the_commands_print(
+def test_pages_show_current_command_output(
     place: Path, run_in_process: Callable[[list[str]], tuple[int, str, str]]
 ) -> None:
     """Their other commands need a server, a cluster or a file that nobody has."""

@@ -71,7 +71,7 @@ def test_every_field_of_the_report_has_a_meaning() -> None:
     assert [name for name, meaning in rows if not meaning.strip()] == []
 
 
-def test_the_messages_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+def test_troubleshooting_messages_exist_in_the_code() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     messages = re.findall(r"^> (.+)$", page, re.MULTILINE)
     assert len(messages) > 10
@@ -173,14 +173,14 @@ def test_every_script_of_ci_is_called_by_a_workflow() -> None:
     assert scripts and [script for script in scripts if script not in called] == []
 
 
-def test_the_readme_counts_the_rules_that_are_not_proven() -> None:
+def test_readme_counts_unproven_rules() -> None:
     listed = (ROOT / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
     every, public, samples = map(int, re.findall(r"\d+", listed.partition(" more on")[0]))
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{every - public - samples} of {every} rules are not yet confirmed" in readme
 
 
-def test_the_readme_and_the_scoreboard_tell_the_same_of_new_programs() -> None:
+def test_readme_and_scoreboard_agree_on_new_programs() -> None:
     page = (ROOT / "docs" / "scoreboard.md").read_text(encoding="utf-8")
     first = re.search(r"On (\d+ programs that were new to the rules), (.+ \d+)\.\*\*", page)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")

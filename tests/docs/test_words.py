@@ -171,7 +171,7 @@ TEST_NAMES = re.compile(
 """Names in tests and benchmarks: a test begins with its subject, and data are nouns."""
 
 
-def test_names_in_tests_and_benchmarks_say_what_a_thing_is() -> None:
+def test_test_and_benchmark_names_are_not_vague() -> None:
     found = [
         f"{folder}: {name}"
         for folder, file in code_files()
@@ -182,7 +182,7 @@ def test_names_in_tests_and_benchmarks_say_what_a_thing_is() -> None:
     assert found == []
 
 
-def test_no_name_in_the_code_is_a_retired_one() -> None:
+def test_code_has_no_retired_names() -> None:
     result = [
         f"{file.relative_to(ROOT)}: {name}"
         for _, file in code_files()
@@ -226,7 +226,7 @@ def test_a_retired_word_is_found_over_lines_and_in_names(text: str) -> None:
         ("class A:\n    almost = odd.most", False),
     ],
 )
-def test_a_retired_name_is_found_wherever_it_is_given(text: str, retired: bool) -> None:
+def test_retired_name_is_found_in_every_position(text: str, retired: bool) -> None:
     assert any(NAMES.search(name) for name in names(text)) == retired
 
 
@@ -246,7 +246,7 @@ def sentences(text: str) -> Iterator[str]:
     yield from _SENTENCE_END.split(_ITEM.sub("\n\n", text))
 
 
-def test_every_cause_of_idle_time_is_in_the_glossary_by_its_label() -> None:
+def test_glossary_lists_every_idle_time_cause() -> None:
     causes = {cause_label(cause, outside=outside) for cause in CAUSES for outside in (False, True)}
     assert {*CAUSE_LABELS.values()} < causes
     glossary = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
@@ -376,7 +376,7 @@ def retired_modules() -> set[str]:
     }
 
 
-def test_no_new_module_has_a_name_that_says_nothing() -> None:
+def test_new_modules_have_meaningful_names() -> None:
     assert retired_modules() == set()
 
 
@@ -398,7 +398,7 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
                 yield each.lineno, value.value.strip()
 
 
-def test_docstrings_open_with_what_a_thing_is_or_does() -> None:
+def test_docstrings_start_with_a_definition_or_action() -> None:
     result = [
         f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for _, file in code_files()
@@ -408,7 +408,7 @@ def test_docstrings_open_with_what_a_thing_is_or_does() -> None:
     assert result == []
 
 
-def test_comments_of_scripts_open_with_what_a_thing_is_or_does() -> None:
+def test_script_comments_start_with_a_definition_or_action() -> None:
     result = [
         f"{file.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
         for _, file in scripts()

@@ -87,7 +87,7 @@ def run(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("suffix", ["json", "html", "md", "sarif"])
-def test_a_redacted_report_tells_nobody_s_name(file: Path, suffix: str, tmp_path: Path) -> None:
+def test_redacted_report_holds_no_user_name(file: Path, suffix: str, tmp_path: Path) -> None:
     out = tmp_path / f"out.{suffix}"
     assert run("analyze", file, "-o", out, "--csv", tmp_path / "open") == 0
     tables = "".join(path.read_text() for path in (tmp_path / "open").iterdir())
@@ -99,7 +99,7 @@ def test_a_redacted_report_tells_nobody_s_name(file: Path, suffix: str, tmp_path
         assert str(tmp_path) not in text and str(file.parent) not in text
 
 
-def test_a_redacted_trace_tells_nobody_s_name(file: Path, tmp_path: Path) -> None:
+def test_redacted_trace_holds_no_user_name(file: Path, tmp_path: Path) -> None:
     plain, shut = tmp_path / "plain.json", tmp_path / "shut.json"
     assert run("export", file, "--perfetto", plain) == 0
     assert run("export", file, "--perfetto", shut, "--redact") == 0
@@ -134,7 +134,7 @@ def test_no_step_of_another_program_is_named_as_pytorchs_are(file: Path, tmp_pat
     assert [path.name for path in files if "ProfilerStep" in path.read_text()] == []
 
 
-def test_a_page_of_it_is_whole(file: Path, tmp_path: Path) -> None:
+def test_html_page_of_every_format_is_complete(file: Path, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     assert run("report", file, "--html", page) == 0
     text = page.read_text()
@@ -155,7 +155,7 @@ def test_half_the_kernel_time_saves_at_most_half(
 
 
 @pytest.mark.usefixtures("no_shared_analysis")
-def test_nothing_differs_from_itself(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_has_no_difference_from_itself(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare", file, file, "--format", "json") == 0
     comparison = json.loads(capsys.readouterr().out)
     assert comparison["steps"]["difference_ns"] == 0
@@ -164,7 +164,7 @@ def test_nothing_differs_from_itself(file: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("kind", ["nsys 2020", "rpd", "rocpd"])
-def test_a_format_without_steps_gets_advice_on_marking_them_in_its_own_words(
+def test_format_without_steps_gets_its_own_marking_advice(
     kind: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -182,7 +182,7 @@ def test_a_format_without_steps_gets_advice_on_marking_them_in_its_own_words(
         assert "ms per step" not in text
 
 
-def test_a_part_of_an_iteration_is_not_called_one(
+def test_partial_iteration_is_not_called_an_iteration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two recordings may begin anywhere in it: their periods are no pairs."""
@@ -219,7 +219,7 @@ TORCH = re.compile(
 )
 
 
-def test_nothing_is_advised_in_pytorchs_words(
+def test_other_formats_get_no_pytorch_advice(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("analyze", file) == 0

@@ -89,7 +89,7 @@ def test_events_are_unchanged_and_ours_come_after_them(
     ]
 
 
-def test_tracks_say_what_the_analysis_says(slow_trace: Path, tmp_path: Path) -> None:
+def test_exported_tracks_match_the_analysis(slow_trace: Path, tmp_path: Path) -> None:
     report, original, exported = export(slow_trace, tmp_path / "out.json")
     slices = slices_by_track(own_events(original, exported))
     marks = [e for e in original["traceEvents"] if e["name"].startswith("ProfilerStep")]
@@ -170,7 +170,7 @@ def test_damaged_events_are_left_out_and_counted(tmp_path: Path) -> None:
     assert len(load(tmp_path / "out.json")["traceEvents"]) == 49
 
 
-def test_a_bare_list_and_an_empty_one_are_written_whole(tmp_path: Path) -> None:
+def test_bare_and_empty_event_lists_are_written_whole(tmp_path: Path) -> None:
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     source.write_text('[{"ph":"X","name":"a","ts":1,"dur":1}]')
     assert rewrite(str(source), target).events == 1
@@ -180,7 +180,7 @@ def test_a_bare_list_and_an_empty_one_are_written_whole(tmp_path: Path) -> None:
     assert load(target) == {"traceEvents": [{"ph": "M"}], "a": {"b": [1.5, None]}}
 
 
-def test_a_failed_export_leaves_no_file_and_the_old_one_unchanged(tmp_path: Path) -> None:
+def test_failed_export_keeps_the_old_file_only(tmp_path: Path) -> None:
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     target.write_text("old")
     source.write_text("no trace")

@@ -185,7 +185,7 @@ def test_a_secret_in_any_text_of_a_trace_does_not_come_out(
     json.loads(written)
 
 
-def test_every_place_is_tried_once_with_one_secret(tmp_path: Path) -> None:
+def test_secret_is_removed_from_all_places_at_once(tmp_path: Path) -> None:
     secret = SECRETS[0]
     document = json.loads(json.dumps(TRACE))
     for place in PLACES:
@@ -198,7 +198,7 @@ def test_every_place_is_tried_once_with_one_secret(tmp_path: Path) -> None:
     assert secret.encode() not in target.read_bytes()
 
 
-def test_a_secret_that_is_spelled_with_escapes_does_not_come_out(tmp_path: Path) -> None:
+def test_escaped_secret_is_removed(tmp_path: Path) -> None:
     escaped = "".join(f"\\u{ord(c):04x}" for c in SECRETS[0])
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     source.write_text(
@@ -212,7 +212,7 @@ def test_a_secret_that_is_spelled_with_escapes_does_not_come_out(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("form", "private"), IN_CONTEXT)
-def test_values_that_are_private_by_their_context_are_removed(form: str, private: str) -> None:
+def test_values_private_by_context_are_removed(form: str, private: str) -> None:
     text = Redactor().text(f"before {form.format(private)} after")
     assert private not in text
     assert text.startswith("before ")
@@ -356,7 +356,7 @@ def test_a_user_name_found_in_one_place_is_removed_everywhere(tmp_path: Path) ->
     assert "a.py(3): f" in text
 
 
-def test_the_environment_and_unknown_keys_go_and_the_device_stays(tmp_path: Path) -> None:
+def test_environment_and_unknown_keys_are_removed_device_is_kept(tmp_path: Path) -> None:
     source, target = tmp_path / "in.json", tmp_path / "out.json"
     source.write_text(json.dumps(TRACE))
     rewrite(str(source), target, redacted=True)
@@ -449,7 +449,7 @@ def test_names_of_real_traces_are_hardly_touched(shared_trace: Callable[[str], s
         assert {name for name in names if r.text(name) != name} == set()
 
 
-def test_a_redacted_report_says_the_same_without_what_is_private(tmp_path: Path) -> None:
+def test_redacted_report_keeps_everything_but_private_data(tmp_path: Path) -> None:
     folder = tmp_path / "home" / "jdoe" / "runs"
     folder.mkdir(parents=True)
     b = TraceBuilder()
@@ -524,7 +524,7 @@ def seconds(act: Callable[[str], object], text: str) -> float:
     return min(result)
 
 
-def test_time_grows_with_the_length_of_the_text_whatever_it_is() -> None:
+def test_redaction_time_is_linear_for_any_text() -> None:
     r = Redactor(["alice", "alicia", *(f"user{i}x" for i in range(900))])
     dice = random.Random(7)
     mixed = ["".join(dice.choices(UNITS, k=dice.choice([2, 3]))) for _ in range(40)]
@@ -562,9 +562,7 @@ def test_a_hundred_thousand_characters_take_no_time() -> None:
         ("void f<a, (int)3>(x*)", "not there"),
     ],
 )
-def test_a_redacted_pattern_still_finds_the_name_and_the_redacted_one(
-    name: str, private: str
-) -> None:
+def test_redacted_pattern_matches_original_and_redacted_names(name: str, private: str) -> None:
     r = Redactor(["jdoe7"])
     for pattern in (re.escape(name), f"^(?:{re.escape(name)}|other)$", f"^{re.escape(name)}$"):
         clean = r.pattern(pattern)
@@ -575,7 +573,7 @@ def test_a_redacted_pattern_still_finds_the_name_and_the_redacted_one(
 
 
 @given(st.text(max_size=60))
-def test_any_pattern_stays_one(text: str) -> None:
+def test_redacted_pattern_still_compiles(text: str) -> None:
     for pattern in (re.escape(text), text):
         try:
             re.compile(pattern)
@@ -620,7 +618,7 @@ def spellings(private: str) -> list[str]:
     return [text.lower() for text in spelled]
 
 
-def test_nothing_private_comes_out_of_any_command_in_any_format(
+def test_no_command_or_format_leaks_private_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -653,7 +651,7 @@ def test_nothing_private_comes_out_of_any_command_in_any_format(
     assert all(re.compile(text) for text in patterns)
 
 
-def test_nothing_private_comes_out_of_a_report_about_many_ranks(
+def test_rank_report_leaks_no_private_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(advisor.export.redact, "find_local_names", set)
@@ -682,7 +680,7 @@ def test_nothing_private_comes_out_of_a_report_about_many_ranks(
     assert not [p for p in PRIVATE if p in written]
 
 
-def test_edits_of_a_redacted_report_select_what_they_selected(tmp_path: Path) -> None:
+def test_edits_of_a_redacted_report_select_the_same_work(tmp_path: Path) -> None:
     path = str(private_trace(tmp_path))
     examined = examine(path)
     private = {"alice", "gpu-node-12"}  # as the command line learns them from the file

@@ -221,11 +221,11 @@ def test_every_hint_names_a_rule_that_exists() -> None:
         ("accumulation-without-no-sync", "nullcontext() if i % 4 == 0 else net.no_sync():"),
     ],
 )
-def test_a_hint_says_what_to_write(identifier: str, expected: str) -> None:
+def test_hint_shows_code_to_write(identifier: str, expected: str) -> None:
     assert expected in code(FIRES[identifier], identifier)
 
 
-def test_a_log_of_every_step_is_to_be_one_of_some() -> None:
+def test_print_in_every_step_gets_periodic_logging_advice() -> None:
     assert code(loop(BACKWARD + "print(loss)"), "sync-in-loop").startswith("if step % 50 == 0:")
 
 
@@ -247,14 +247,14 @@ def test_lines_and_columns_are_where_the_code_is() -> None:
 
 
 @pytest.mark.parametrize("text", ["def f(:", "\0", "x = (" * 500, "'" * 7])
-def test_a_script_that_is_not_python_is_one_line(text: str) -> None:
+def test_a_script_that_is_not_python_is_one_line_error(text: str) -> None:
     with pytest.raises(AdvisorError) as caught:
         lint_text(text, "train.py")
     assert "train.py" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @given(st.text(alphabet="abloss .()[]:=+\n\t'\"\\,#x0", max_size=120))
-def test_any_text_gives_hints_or_one_error(text: str) -> None:
+def test_arbitrary_text_gives_hints_or_one_error(text: str) -> None:
     try:
         lint_text(FIRES["sync-in-loop"] + text)
     except AdvisorError:
@@ -302,7 +302,7 @@ def test_json_has_every_field(run: Any, tmp_path: Path) -> None:
     assert hint["id"] == "loss-keeps-graph" and hint["line"] == 8 and hint["code"]
 
 
-def test_failing_is_asked_for(run: Any, tmp_path: Path) -> None:
+def test_hints_fail_the_command_with_fail_option(run: Any, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(FIRES["loss-keeps-graph"])
     assert run(file, "--fail")[0] == 1
@@ -311,9 +311,7 @@ def test_failing_is_asked_for(run: Any, tmp_path: Path) -> None:
     assert code == 0 and "No hints" in out
 
 
-def test_folders_are_searched_and_what_cannot_be_parsed_is_reported(
-    run: Any, tmp_path: Path
-) -> None:
+def test_folders_are_searched_and_unparsable_files_reported(run: Any, tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text(FIRES["loss-keeps-graph"])
     (tmp_path / "bad.py").write_text("def f(:")
     hidden = tmp_path / ".venv"
@@ -323,7 +321,7 @@ def test_folders_are_searched_and_what_cannot_be_parsed_is_reported(
     assert code == 0 and "1 hint:" in out and "bad.py" in out
 
 
-def test_bad_input_is_one_line(run: Any, tmp_path: Path) -> None:
+def test_bad_input_is_one_line_error(run: Any, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def f(:")
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "none.py", tmp_path / "bad.py", tmp_path / "empty"):
@@ -364,7 +362,7 @@ class Images(Dataset):
         ("data = TensorDataset(x)\ndata = Images(files)\nloader = DataLoader(data)", 1),
     ],
 )
-def test_a_dataset_that_is_in_memory_needs_no_workers(lines: str, expected: int) -> None:
+def test_in_memory_dataset_needs_no_workers(lines: str, expected: int) -> None:
     assert ids(IN_MEMORY + lines + "\n").count("dataloader-arguments") == expected
 
 

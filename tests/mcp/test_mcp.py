@@ -81,7 +81,7 @@ def client_answers(
     return run_in_thread(ask_server())
 
 
-def test_the_tools_are_few_typed_and_say_what_they_do(folder: Path) -> None:
+def test_tools_are_few_typed_and_described(folder: Path) -> None:
     async def list_tools(allow_run: bool) -> dict[str, Any]:
         async with Client(build(AllowedFolders([folder]), allow_run=allow_run)) as client:
             assert UNTRUSTED in (client.instructions or "")
@@ -126,7 +126,7 @@ def test_a_session_diagnoses_prices_and_verifies(folder: Path) -> None:
     assert len(operators["operators"]) == 1
 
 
-def test_names_that_a_trace_chose_stand_apart_cut_and_without_control_characters(
+def test_names_from_traces_are_delimited_cut_and_cleaned(
     folder: Path,
 ) -> None:
     document = json.loads(trace(folder / "t.json", name=HOSTILE).read_text())
@@ -167,7 +167,7 @@ def strings(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def test_nothing_outside_the_folders_is_read(folder: Path, tmp_path: Path) -> None:
+def test_files_outside_the_folders_are_not_read(folder: Path, tmp_path: Path) -> None:
     outside = trace(tmp_path / "secret.json")
     trace(folder / "t.json")
     (folder / "link.json").symlink_to(outside)
@@ -202,7 +202,7 @@ def test_nothing_outside_the_folders_is_read(folder: Path, tmp_path: Path) -> No
     assert client_answers(folder, ("analyze", {"path": "good.json"}))[0]["findings"]
 
 
-def test_bad_arguments_are_errors_in_one_line_and_the_server_goes_on(folder: Path) -> None:
+def test_bad_arguments_are_one_line_errors_of_a_running_server(folder: Path) -> None:
     trace(folder / "t.json")
     (folder / "bad.json").write_text("{" * 100_000)
     bad = [
@@ -245,9 +245,7 @@ def write_run(run: Path, steps: list[int], started_ns: int) -> None:
     (rank / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_recordings_are_listed_newest_first_and_nothing_behind_a_link_that_leads_outside(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_recordings_are_listed_newest_first_inside_folders(folder: Path, tmp_path: Path) -> None:
     write_run(folder / "day" / "run", [7_000_000] * 40, 3 * 10**18)
     for rank in (0, 1):
         (folder / "job" / f"rank{rank}").mkdir(parents=True)
@@ -288,7 +286,7 @@ def test_recordings_are_listed_newest_first_and_nothing_behind_a_link_that_leads
     assert client_answers(folder, ("analyze", {"path": job["from_trace"]["path"]}))[0]["findings"]
 
 
-def test_a_step_is_projected_onto_other_gpus_and_other_numbers_of_them(folder: Path) -> None:
+def test_step_is_projected_onto_other_gpus_and_gpu_counts(folder: Path) -> None:
     b = TraceBuilder("A100")
     for _ in range(5):
         with b.step(), b.op("aten::mm", [[16384, 16384], [16384, 8192]], "c10::BFloat16"):
@@ -318,7 +316,7 @@ def test_a_step_is_projected_onto_other_gpus_and_other_numbers_of_them(folder: P
     assert "is taken for" in shortened["notes"][0]
 
 
-def test_files_that_are_not_of_one_run_are_not_projected_either(folder: Path) -> None:
+def test_files_of_different_runs_are_not_projected(folder: Path) -> None:
     (folder / "mixed").mkdir()
     for gpu in ("A100", "H100"):
         b = TraceBuilder(gpu)
@@ -362,7 +360,7 @@ def test_rules_and_the_guide_are_resources(
     )
 
 
-def test_a_run_that_was_recorded_again_is_read_again(folder: Path) -> None:
+def test_rerecorded_run_is_read_again(folder: Path) -> None:
     file = trace(folder / "t.json")
 
     async def ask_server() -> list[int]:
@@ -390,9 +388,7 @@ sys.exit(3)
 """
 
 
-def test_a_script_is_run_only_where_that_is_allowed_and_ends_at_its_time(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_script_runs_only_if_allowed_and_within_its_timeout(folder: Path, tmp_path: Path) -> None:
     (folder / "a.py").write_text(PROGRAM)
     (tmp_path / "outside.py").write_text(PROGRAM)
     (folder / "there").mkdir()
@@ -434,7 +430,7 @@ for batch in DataLoader(Items(), batch_size=8):
 """
 
 
-def test_knobs_are_tried_where_that_is_allowed_and_what_the_script_writes_is_held(
+def test_knobs_are_tried_if_allowed_and_script_output_captured(
     folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("torch")
@@ -464,7 +460,7 @@ def test_knobs_are_tried_where_that_is_allowed_and_what_the_script_writes_is_hel
     assert not (folder / "t3").exists() and not (folder / "t4").exists()
 
 
-def test_a_report_of_trials_is_bounded_and_what_the_program_chose_stands_apart() -> None:
+def test_trial_report_is_bounded_and_delimits_program_text() -> None:
     trial = Trial(
         rule="a-rule",
         knob_setting=KnobSetting("workers", 2),
@@ -498,7 +494,7 @@ def test_the_command_serves_over_standard_input_and_output(folder: Path) -> None
     assert run_in_thread(ask_server())["findings"][0]["id"] == "single-process-loader"
 
 
-def test_requests_for_what_is_not_there_are_answered_in_a_line(folder: Path) -> None:
+def test_requests_for_missing_items_are_one_line_errors(folder: Path) -> None:
     hello = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": CLIENT}
     requests: list[tuple[str, dict[str, Any]]] = [
         ("prompts/get", {"name": "nope\x1b]0;owned\x07", "arguments": {}}),
@@ -545,7 +541,7 @@ def test_folders_are_checked_at_the_start(
         AllowedFolders([])
 
 
-def test_without_the_sdk_the_command_says_what_to_install(
+def test_missing_sdk_error_shows_its_install_command(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("advisor.cli.agents.find_spec", lambda name: None)

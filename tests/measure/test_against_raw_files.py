@@ -320,9 +320,7 @@ OTHERS: dict[str, Callable[[Path], Oracle]] = {
 
 
 @pytest.mark.parametrize("name", [*KINETO, *OTHERS])
-def test_measured_numbers_are_those_of_the_file(
-    name: str, shared_file: Callable[[str], str]
-) -> None:
+def test_measured_numbers_match_the_raw_file(name: str, shared_file: Callable[[str], str]) -> None:
     path = Path(shared_file(name))
     oracle = OTHERS.get(name, of_kineto)(path)
     run = open_run(str(path), window="first")

@@ -130,7 +130,7 @@ def raw_origin(path: str) -> float:
     )
 
 
-def test_the_a100_job_exposes_88_of_465_ms_of_nccl_and_is_busy_84_percent(shared_trace):
+def test_a100_job_has_known_exposed_nccl_and_busy_share(shared_trace):
     # published by the trace's own project for these six steps, and by hand from the file
     a = Analysis(read_trace(shared_trace("a100_train_6steps")))
     assert a.breakdown.communication.total / 1e6 == pytest.approx(87.9, rel=1e-3)
@@ -223,7 +223,7 @@ def test_steps_share_out_the_totals():
     assert sums.to_list() == a.steps.used["dur"].to_list()
 
 
-def test_without_device_work_nothing_is_measured_and_nothing_is_idle():
+def test_trace_without_device_work_has_no_idle_time():
     b = TraceBuilder(gpu=None)
     with b.step(), b.op("aten::mm"):
         b.host(100)

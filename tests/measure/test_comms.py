@@ -106,13 +106,11 @@ LONG = "(ncclDevKernelArgsStorage<4096ul>)"
         ("some_kernel<allreduce>(reduce*)", None),
     ],
 )
-def test_the_kind_is_read_from_a_kernel_unless_its_name_tells_nothing(
-    kernel: str, kind: str | None
-) -> None:
+def test_collective_kind_comes_from_a_telling_kernel_name(kernel: str, kind: str | None) -> None:
     assert kernel_kind(kernel) == kind
 
 
-def test_arguments_win_over_the_annotation_and_that_over_the_kernels_name() -> None:
+def test_arguments_precede_annotation_and_kernel_name() -> None:
     b = TraceBuilder()
     name = "ncclDevKernel_AllGather_RING_LL(x)"
     with b.step():
@@ -125,14 +123,14 @@ def test_arguments_win_over_the_annotation_and_that_over_the_kernels_name() -> N
     assert kinds == ["reduce_scatter", "broadcast", "all_gather"]
 
 
-def test_the_generic_kernel_without_a_host_row_is_other_not_send_receive() -> None:
+def test_generic_kernel_without_host_row_is_other() -> None:
     assert (
         one_collective(None, "ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(x)")["collective"]
         == "other"
     )
 
 
-def test_arguments_of_the_op_around_the_launch_count_when_the_kernel_has_none() -> None:
+def test_kernel_without_arguments_uses_those_of_its_operator() -> None:
     b = TraceBuilder()
     with b.step():
         with b.op("record_param_comms"):
@@ -144,7 +142,7 @@ def test_arguments_of_the_op_around_the_launch_count_when_the_kernel_has_none() 
     assert row["bus_gbps"] == pytest.approx(2000 * 2 * 3 / 4 / 1000)
 
 
-def test_a_wait_around_the_launch_does_not_describe_the_collective() -> None:
+def test_wait_around_the_launch_is_ignored_for_its_collective() -> None:
     b = TraceBuilder()
     with b.step():
         with b.op("record_param_comms"):
@@ -208,7 +206,7 @@ def test_unknown_sizes_give_no_bandwidth(comm: Any, size: int | None) -> None:
     assert row["bus_gbps"] is None
 
 
-def test_an_all_to_all_with_uneven_parts_has_bytes_but_no_bandwidth() -> None:
+def test_uneven_all_to_all_has_bytes_but_no_bandwidth() -> None:
     uneven = one_collective(arguments("all_to_allv", 100, 100, 2, In_split_size="[30, 70]"))
     assert (uneven["bytes"], uneven["bus_gbps"]) == (400, None)
     even = one_collective(arguments("all_to_allv", 100, 100, 2, In_split_size="[50, 50]"))
@@ -217,7 +215,7 @@ def test_an_all_to_all_with_uneven_parts_has_bytes_but_no_bandwidth() -> None:
     assert differ["bus_gbps"] is None
 
 
-def test_a_group_is_counted_by_its_ranks_when_its_size_is_not_reported() -> None:
+def test_group_size_is_counted_from_its_ranks_if_unreported() -> None:
     comm = arguments("allreduce", 1000, 1000, None)
     comm["Process Group Ranks"] = [0, 4, 8, 12]
     assert one_collective(comm)["group_size"] == 4
@@ -250,7 +248,7 @@ def test_both_spellings_of_a_dtype_have_one_width() -> None:
     assert element_bytes("Object") is None and element_bytes(None) is None
 
 
-def test_widths_are_those_of_torch() -> None:
+def test_dtype_widths_match_torch() -> None:
     torch = pytest.importorskip("torch")
     names = {
         "Float": torch.float32,
@@ -273,7 +271,7 @@ def test_widths_are_those_of_torch() -> None:
 
 
 @given(n=st.integers(2, 4096))
-def test_a_ring_sends_what_the_factor_says(n: int) -> None:
+def test_ring_traffic_matches_its_factor(n: int) -> None:
     """Count it: in a ring all-reduce of n chunks each link carries n-1 chunks twice."""
     chunks_sent = sum(1 for _ in range(n - 1)) + sum(1 for _ in range(n - 1))
     assert bus_factor("all_reduce", n) == pytest.approx(chunks_sent / n)
@@ -295,7 +293,7 @@ def test_the_tensors_of_the_annotation_give_bytes_but_no_group() -> None:
     assert row["bus_gbps"] is None
 
 
-def test_an_all_gather_into_one_tensor_tells_its_group() -> None:
+def test_all_gather_into_one_tensor_gives_its_group_size() -> None:
     b = TraceBuilder()
     with b.step():
         with (
@@ -431,7 +429,7 @@ def test_hidden_by_is_the_family_that_covers_most() -> None:
 # -- the rest of the row -----------------------------------------------------------------------
 
 
-def test_columns_are_those_of_the_contract() -> None:
+def test_columns_match_the_schema() -> None:
     b = TraceBuilder()
     with b.step():
         b.launch("gemm", 10)
@@ -497,7 +495,7 @@ def test_an_instant_between_used_steps_belongs_to_the_next() -> None:
 # -- real traces -------------------------------------------------------------------------------
 
 
-def test_the_public_nccl_trace_has_the_sizes_that_its_ddp_buckets_have(shared_trace) -> None:  # type: ignore[no-untyped-def]
+def test_public_nccl_trace_has_its_ddp_bucket_sizes(shared_trace) -> None:  # type: ignore[no-untyped-def]
     a = Analysis(read_trace(shared_trace("nccl_collectives")))
     table = a.collectives
     reduced = table.filter(pl.col("collective") == "all_reduce")
@@ -516,7 +514,7 @@ def test_the_public_nccl_trace_has_the_sizes_that_its_ddp_buckets_have(shared_tr
     ("name", "exposed_ms", "total_ms"),
     [("a100_train_6steps", 87.9, 163.5), ("two_ranks_rank0", 337.0, 396.2)],
 )
-def test_exposure_of_real_traces_equals_a_sweep_over_the_microseconds_of_the_file(
+def test_exposed_time_equals_a_microsecond_sweep(
     shared_trace,  # type: ignore[no-untyped-def]
     name: str,
     exposed_ms: float,
@@ -539,7 +537,7 @@ def test_exposure_of_real_traces_equals_a_sweep_over_the_microseconds_of_the_fil
     assert (busy[1] & ~busy[0]).sum() / 1e3 == pytest.approx(exposed_ms, abs=0.1)
 
 
-def test_one_kernel_name_is_three_collectives_in_the_public_pair(shared_trace) -> None:  # type: ignore[no-untyped-def]
+def test_one_kernel_name_stands_for_three_collectives(shared_trace) -> None:  # type: ignore[no-untyped-def]
     a = Analysis(read_trace(shared_trace("two_ranks_rank0")))
     table = a.collectives
     assert a.trace.gpu["name"].gather(table["gpu"]).n_unique() == 1

@@ -102,13 +102,13 @@ def test_tensors_that_depend_on_data_are_not_constant(function, tmp_path: Path) 
                         "aten::index_add_", "aten::masked_fill", "aten::gt"}  # fmt: skip
 
 
-def test_arguments_that_differ_from_step_to_step_are_not_constant(tmp_path: Path) -> None:
+def test_arguments_varying_by_step_are_not_constant(tmp_path: Path) -> None:
     lengths = iter(range(100, 200))
     a = profile_steps(lambda: torch.arange(next(lengths)).float().sin().cos(), tmp_path)
     assert not len(constant_tensors(a))
 
 
-def test_without_plain_arguments_nothing_is_known(tmp_path: Path) -> None:
+def test_no_constant_tensors_without_concrete_inputs(tmp_path: Path) -> None:
     a = profile_steps(sines, tmp_path)
     assert len(constant_tensors(a))
     trace = json.loads((tmp_path / "trace.json").read_text())

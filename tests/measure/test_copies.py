@@ -53,7 +53,7 @@ def test_a_copy_on_the_compute_stream_waits_its_turn():
     assert copy["exposed"] == 50_000
 
 
-def test_a_copy_that_a_sync_in_its_operator_waits_for_is_blocking():
+def test_copy_awaited_in_its_operator_is_blocking():
     b = program()
     with b.step():
         b.launch("gemm", 100)
@@ -121,7 +121,7 @@ def test_a_copy_knows_its_operator_line_and_step():
     assert [a.location(row) for row in a.copies["line"]] == [("data.py", 5, "to_device")] * 2
 
 
-def test_columns_are_those_of_the_schema_without_copies_too():
+def test_columns_match_the_schema_without_copies():
     b = program()
     with b.step():
         b.launch("gemm", 10)

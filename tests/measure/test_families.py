@@ -220,7 +220,7 @@ def test_hostile_names_are_looked_at_in_linear_time() -> None:
         ("", None),
     ],
 )
-def test_an_operator_tells_the_family_of_its_own_work(op: str, family: str | None) -> None:
+def test_operator_gives_the_family_of_its_kernels(op: str, family: str | None) -> None:
     assert op_families(pl.Series([op]))[0] == family
 
 
@@ -228,7 +228,7 @@ def families(b: TraceBuilder) -> list[str]:
     return b.analysis().kernels["family"].cast(pl.String).to_list()
 
 
-def test_kernels_of_a_convolution_are_convolution_except_transposes_and_its_bias() -> None:
+def test_convolution_family_excludes_transposes_and_bias() -> None:
     b = TraceBuilder()
     with b.step(), b.op("aten::conv2d"), b.op("aten::convolution"), b.op("aten::_convolution"):
         with b.op("aten::cudnn_convolution"):
@@ -241,7 +241,7 @@ def test_kernels_of_a_convolution_are_convolution_except_transposes_and_its_bias
     assert families(b) == ["layout", "convolution", "convolution", "memset", "elementwise"]
 
 
-def test_a_lookup_is_of_an_embedding_only_where_a_name_around_it_says_so() -> None:
+def test_lookup_is_embedding_only_within_a_named_embedding() -> None:
     b = TraceBuilder()
     with b.step():
         with b.op("aten::embedding"), b.op("aten::index_select"), b.op("aten::gather"):
@@ -275,14 +275,14 @@ def test_a_copy_inside_a_collective_is_a_copy() -> None:
     assert b.analysis().kernels["communication"].to_list() == [False, True, False]
 
 
-def test_recorded_collective_arguments_make_any_kernel_communication() -> None:
+def test_kernel_with_collective_arguments_is_communication() -> None:
     b = TraceBuilder()
     with b.step():
         b.launch("vendor_ring_kernel", 50, comm={"Collective name": "allreduce", "Group size": 8})
     assert families(b) == ["communication"]
 
 
-def test_work_of_a_cuda_graph_is_identified_by_name_not_by_the_operator_around_the_launch() -> None:
+def test_cuda_graph_work_is_classified_by_kernel_name() -> None:
     b = TraceBuilder()
     with b.step(), b.op("aten::addmm"):  # whatever happens to be around cudaGraphLaunch
         b.graph_launch([("ampere_sgemm_128x64_nn", 50), (KERNELS["softmax"][0], 9), ("x", 2)])
@@ -290,7 +290,7 @@ def test_work_of_a_cuda_graph_is_identified_by_name_not_by_the_operator_around_t
     assert b.analysis().kernels["op_name"].null_count() == 3
 
 
-def test_elementwise_work_inside_optimizer_step_is_the_optimizers_but_its_gemms_are_not() -> None:
+def test_optimizer_family_has_elementwise_work_but_no_gemms() -> None:
     add = NATIVE + "vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>(int)"
     b = TraceBuilder()
     with b.step():
@@ -305,7 +305,7 @@ def test_elementwise_work_inside_optimizer_step_is_the_optimizers_but_its_gemms_
     assert families(b) == ["elementwise", "optimizer", "gemm", "optimizer"]
 
 
-def test_a_contiguous_that_reorders_is_layout_and_a_cast_is_a_copy() -> None:
+def test_reordering_contiguous_is_layout_and_cast_is_copy() -> None:
     copy = KERNELS["copy"][0]
     b = TraceBuilder()
     with b.step():
@@ -325,7 +325,7 @@ def test_a_contiguous_that_reorders_is_layout_and_a_cast_is_a_copy() -> None:
     assert families(b) == ["layout", "copy", "layout", "copy", "copy"]
 
 
-def test_math_attention_stays_gemm_and_softmax_and_points_to_its_sdpa_operator() -> None:
+def test_math_attention_is_gemm_and_softmax_of_an_sdpa_operator() -> None:
     b = TraceBuilder()
     with b.step():
         outer = b.op("aten::scaled_dot_product_attention")
@@ -430,7 +430,7 @@ def test_family_totals_equal_a_loop_over_rows(name: str, shared_trace) -> None:
         ("b200_eager", {"aten::mm", "aten::addmm"}),
     ],
 )
-def test_gemm_time_equals_the_kernels_of_matrix_operators_in_the_raw_file(
+def test_gemm_time_equals_matrix_operator_kernels_of_the_file(
     name: str, ops: set[str], shared_trace
 ) -> None:
     path = shared_trace(name)

@@ -85,7 +85,7 @@ def test_grouped_products_depend_only_on_the_summed_rows() -> None:
     )  # groups not recorded
 
 
-def test_a_scaled_product_writes_the_dtype_it_was_asked_for() -> None:
+def test_scaled_product_writes_its_output_dtype() -> None:
     fp8 = "c10::Float8_e4m3fn"
     dims: list[Any] = [[16, 64], [64, 32], [], [], None, None, None]
     kinds = [fp8, fp8, "float", "float"]
@@ -166,7 +166,7 @@ def backward(mask: str, concrete: bool = True) -> OpInputs:
     return inputs(shapes, BF16, arguments, concrete=concrete)
 
 
-def test_convolution_backward_counts_the_gradients_it_was_asked_for() -> None:
+def test_convolution_backward_counts_requested_gradients() -> None:
     forward = 32 * 236_027_904
     op = "aten::convolution_backward"
     assert count_flops(op, backward("[False, True, False]")) == forward  # a network's first layer
@@ -191,7 +191,7 @@ def flash_attention_inputs(causal: str, dims: list[Any] = QKV, **more: str) -> O
     return inputs(dims, BF16, arguments)
 
 
-def test_flash_attention_forward_is_two_products_and_causal_only_the_lower_half() -> None:
+def test_flash_attention_counts_two_products_half_if_causal() -> None:
     op = "aten::_flash_attention_forward"
     assert FULL == 1_099_511_627_776
     assert count_flops(op, flash_attention_inputs("False")) == FULL
@@ -235,7 +235,7 @@ def test_attention_backward_is_five_products() -> None:
     assert count_bytes("aten::_flash_attention_backward", x) == 8 * tensor + 4 * 8 * 16 * 4096
 
 
-def test_efficient_attention_finds_its_mask_argument_in_old_and_new_signatures() -> None:
+def test_efficient_attention_finds_its_mask_in_both_signatures() -> None:
     new = {3: "", 4: "", 5: "", 6: "4096", 7: "4096", 8: "0.", 9: "1", 10: "True"}
     old = {3: "", 4: "", 5: "", 6: "4096", 7: "0.", 8: "1", 9: "True"}
     none = {**new, 9: "0"}
@@ -367,7 +367,7 @@ def test_unrecorded_shapes_are_not_guessed(op: str, x: OpInputs) -> None:
     assert count_bytes(op, x) is None
 
 
-def test_a_fused_triton_kernel_moves_its_arguments_unless_it_may_touch_a_part() -> None:
+def test_triton_kernel_moves_its_whole_arguments_if_known() -> None:
     x = inputs([[8, 64], [64], [8, 64], None], BF16, {3: "512"})
     assert count_bytes("triton_poi_fused_add_mul_0", x) == 2 * (512 + 64 + 512)
     assert count_bytes("triton_poi_fused_embedding_add_0", x) is None
@@ -484,7 +484,7 @@ def test_attention_agrees_with_pytorchs_flop_counter(
     assert count_flops(op, x) == sdpa_backward_flop_count(go, q, k, v)
 
 
-def test_argument_positions_are_those_of_pytorchs_own_schemas() -> None:
+def test_argument_positions_match_pytorch_schemas() -> None:
     """The names at the positions that are read, for every operator that the build knows."""
     torch = pytest.importorskip("torch")
     from advisor.measure.device import matmuls
@@ -597,7 +597,7 @@ def test_damaged_and_absurd_text_gives_nothing() -> None:
     size=st.lists(st.integers(4, 9), min_size=1, max_size=3),
     data=st.data(),
 )
-def test_transposed_convolutions_agree_with_the_shapes_pytorch_makes(
+def test_transposed_convolution_shapes_match_pytorch(
     batch: int, groups: int, ins: int, outs: int, size: list[int], data: st.DataObject
 ) -> None:
     """Output on the meta device, FLOPs by torch's counter, bytes by the sizes of its tensors."""
@@ -637,7 +637,7 @@ def experts(tokens: int, top: int, count: int = 8, gate: int = 2) -> OpInputs:
 
 
 @pytest.mark.parametrize("op", ["vllm::outplace_fused_experts", "vllm::inplace_fused_experts"])
-def test_fused_experts_multiply_each_token_by_those_it_is_sent_to(op: str) -> None:
+def test_fused_experts_count_routed_tokens_only(op: str) -> None:
     # 100 tokens to 2 experts each: 200 rows through [64 x 64] and [32 x 64]
     assert count_flops(op, experts(100, 2)) == 2 * 200 * (64 * 64 + 32 * 64) == 2_457_600
     # tokens in and out, all eight experts' weights, routing weights and numbers
@@ -655,12 +655,12 @@ def test_a_brute_force_walk_over_tokens_counts_the_same_products() -> None:
         assert count_flops("vllm::outplace_fused_experts", experts(tokens, top, gate=gate)) == work
 
 
-def test_for_few_tokens_the_experts_that_are_read_are_unknown() -> None:
+def test_expert_bytes_are_unknown_for_few_tokens() -> None:
     assert count_flops("vllm::outplace_fused_experts", experts(3, 2)) is not None
     assert count_bytes("vllm::outplace_fused_experts", experts(3, 2)) is None  # 6 rows, 8 experts
 
 
-def test_experts_without_routing_or_of_other_shapes_are_not_guessed() -> None:
+def test_experts_without_routing_or_known_shapes_have_no_flops() -> None:
     shapes = [[100, 64], [8, 64, 64], [8, 64, 32], [100, 8]]
     assert count_flops("vllm::fused_moe", inputs(shapes, BF16)) is None
     assert count_flops("mine::fused_experts", inputs([[4, 4]] * 5, BF16)) is None

@@ -71,7 +71,7 @@ def host_name(a: Analysis, cause: str) -> str | None:
 # -- one cause at a time -----------------------------------------------------------------------
 
 
-def test_before_the_first_kernel_the_host_dispatches_and_launches():
+def test_gap_before_the_first_kernel_is_dispatch_and_launch():
     a = Scene().finish()
     assert causes_of_gap(a, 0) == {"dispatch": 2, "launch": 8}
 
@@ -94,7 +94,7 @@ def test_operators_inside_the_loader_are_the_loaders():
     assert host_name(a, "loader") == name
 
 
-def test_a_sync_that_ends_with_the_work_leaves_its_successors_to_blame():
+def test_sync_ending_with_its_work_blames_following_host_time():
     s = Scene()
     s.b.sync()  # until 1110
     with s.b.python("train.py(3): log"):
@@ -102,7 +102,7 @@ def test_a_sync_that_ends_with_the_work_leaves_its_successors_to_blame():
     assert causes_of_gap(s.finish()) == {"python": 50, "dispatch": 2, "launch": 8}
 
 
-def test_a_sync_that_lasts_longer_than_the_work_is_to_blame_itself():
+def test_sync_outlasting_its_work_is_the_cause():
     s = Scene()
     s.b.call("cudaDeviceSynchronize", 200)  # until 1207.5
     a = s.finish()
@@ -157,7 +157,7 @@ def test_python_frames_and_their_line():
     assert host_name(a, "python") == "json/decoder.py(3): decode"
 
 
-def test_time_between_operators_without_stacks_is_unknown_and_named_by_its_range():
+def test_unrecorded_time_is_unknown_and_named_by_its_range():
     s = Scene()
     with s.b.range("## optimizer ##"):
         s.b.host(300)
@@ -211,7 +211,7 @@ def test_compiling_and_all_that_happens_in_it():
     assert causes_of_gap(s.finish())["compile"] == 197.5
 
 
-def test_running_what_was_compiled_is_dispatch():
+def test_running_compiled_code_is_dispatch():
     s = Scene()
     with s.b.range("Torch-Compiled Region: 0/0"), s.b.range("## Call CompiledFxGraph fab ##"):
         s.b.host(300)
@@ -224,7 +224,7 @@ def test_loading_code_is_compiling():
     assert causes_of_gap(s.finish())["compile"] == 197.5
 
 
-def test_the_profilers_buffers_are_its_own_fault():
+def test_profiler_buffer_time_is_profiler_overhead():
     s = Scene()
     with s.b.op("aten::empty", host_us=150):  # 1007.5 .. 1157.5
         s.b.overhead("Activity Buffer Request", 100)
@@ -243,7 +243,7 @@ def test_lazy_loading_inside_an_operator_is_compiling():
     assert causes_of_gap(s.finish()) == {"compile": 100, "dispatch": 47.5 + 0.5 + 2, "launch": 8}
 
 
-def test_the_profilers_buffers_delay_nobody_who_waits_for_data():
+def test_profiler_buffers_do_not_delay_data_waits():
     s = Scene()
     with s.b.range("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):
         s.b.overhead("Buffer Flush", 300)
@@ -273,14 +273,14 @@ def test_another_stream_is_not_blamed_long_after_its_work():
     assert causes_of_gap(s.finish(after=1600), 1) == {"unknown": 84.5}
 
 
-def test_an_event_that_was_ready_before_the_own_stream_was_held_nothing_up():
+def test_event_ready_before_its_stream_causes_no_gap():
     s = Scene()
     s.b.launch("side", 10, stream=20)  # over at 1025.5
     s.b.wait_stream(7, 20)
     assert causes_of_gap(s.finish(after=1116), 1) == {"launch": 6}
 
 
-def test_a_wait_before_earlier_work_of_the_stream_held_that_and_not_this():
+def test_stream_wait_delays_only_the_work_after_it():
     s = Scene()
     s.b.launch("side", 500, stream=20)  # 1015.5 .. 1515.5
     s.b.wait_stream(7, 20)
@@ -310,25 +310,25 @@ def test_work_of_no_duration_ends_no_gap():
     assert a.trace.gpu["name"].gather(a.gaps["next"]).unique().len() == 2  # first and second
 
 
-def test_the_last_sync_holds_up_nothing_that_is_launched_later():
+def test_last_sync_does_not_delay_later_launches():
     s = Scene()
     s.b.call("cudaDeviceSynchronize", 200)
     s.step.__exit__(None, None, None)
     assert causes_of_gap(s.b.analysis()) == {"end": 97.5}
 
 
-def test_launched_long_ago_and_not_run_for_no_visible_reason_is_unknown():
+def test_unexplained_delay_of_queued_kernel_is_unknown():
     s = Scene()
     s.b.launch("side", 500, stream=20)
     assert causes_of_gap(s.finish(after=1600), 1) == {"unknown": 84.5}
 
 
-def test_a_few_microseconds_between_queued_kernels_are_launch_latency():
+def test_short_gap_between_queued_kernels_is_launch_latency():
     s = Scene()
     assert causes_of_gap(s.finish(after=1116), 1) == {"launch": 6}
 
 
-def test_a_kernel_whose_launch_is_not_in_the_trace_is_unknown():
+def test_gap_before_kernel_with_unrecorded_launch_is_unknown():
     s = Scene()
     s.step.__exit__(None, None, None)
     s.b.events.append(
@@ -350,7 +350,7 @@ def test_a_kernel_whose_launch_is_not_in_the_trace_is_unknown():
     assert a.gaps.filter(pl.col("gap") == 1)["thread"].to_list() == [None]
 
 
-def test_a_thread_with_nothing_recorded_hands_over_to_the_one_that_works():
+def test_gap_is_blamed_on_the_working_thread():
     s = Scene()
     with s.b.op("aten::nll_loss", host_us=299.5):  # the main thread, until 1307.5
         pass
@@ -380,7 +380,7 @@ def test_waiting_in_backward_follows_the_thread_that_runs_it():
     assert "run_backward" in str(host_name(a, "other_thread"))
 
 
-def test_after_the_last_work_the_host_is_asked_and_the_rest_is_the_end():
+def test_gap_after_the_last_work_is_host_time_then_step_end():
     s = Scene()
     s.b.host(200)  # 1007.5 .. 1207.5
     with s.b.op("aten::cpu_work", host_us=29.5):
@@ -416,14 +416,14 @@ def test_pieces_do_not_cross_steps():
     assert pieces["dur"].to_list() == [105_000 - 18_000, 100_000]
 
 
-def test_nothing_is_blamed_without_a_device():
+def test_no_gap_causes_without_a_device():
     b = TraceBuilder(gpu=None)
     with b.step(), b.op("aten::mm"):
         b.host(10)
     assert b.analysis().gaps.is_empty()
 
 
-def test_a_call_under_a_range_that_outlasts_its_parent_is_still_found():
+def test_call_in_a_range_outlasting_its_parent_is_found():
     # asynchronous ranges overlap what is around them; the tree must not lose the rest
     s = Scene()
     s.b.events.append(
@@ -539,7 +539,7 @@ def assert_matches_walk(a: Analysis, instants: int) -> None:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_blame_in_a_real_trace_is_complete_and_agrees_with_a_walk(name, shared_trace):
+def test_gap_causes_of_a_real_trace_equal_a_direct_walk(name, shared_trace):
     assert_matches_walk(Analysis(read_trace(shared_trace(name))), 150)
 
 
@@ -624,7 +624,7 @@ def shares(a: Analysis) -> dict[str, float]:
     return dict.fromkeys(CAUSES, 0.0) | {str(c): d / 1e6 for c, d in table.iter_rows()}
 
 
-def test_with_python_stacks_nothing_of_the_bert_step_stays_unknown(shared_trace):
+def test_bert_step_with_stacks_has_no_unknown_gaps(shared_trace):
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
     shares_found = shares(a)
     assert shares_found["unknown"] == 0
@@ -641,14 +641,14 @@ def test_without_stacks_the_unknown_share_is_reported(shared_trace):
     assert shares_found["loader"] < 0.01 * sum(shares_found.values())  # 0.42 ms in six steps
 
 
-def test_a_trace_with_most_of_its_device_work_cut_out_is_mostly_unknown(shared_trace):
+def test_trace_without_most_device_work_is_mostly_unknown(shared_trace):
     """1,204 of 259,690 consecutive correlation ids are in the file, so what kept the device busy
     in most gaps is not: kernels start up to 100 ms after their launch for no visible reason."""
     shares_found = shares(Analysis(read_trace(shared_trace("two_ranks_rank0"))))
     assert shares_found["unknown"] > 0.8 * sum(shares_found.values())
 
 
-def test_the_profilers_part_of_the_b200_step_is_what_its_overhead_rows_say(shared_trace):
+def test_profiler_share_of_b200_step_equals_overhead_rows(shared_trace):
     a = Analysis(read_trace(shared_trace("b200_eager")))
     cpu = a.trace.cpu.filter(pl.col("kind") == "overhead")
     rows = {str(n): d for n, d in cpu.group_by("name").agg(pl.col("dur").sum()).iter_rows()}
@@ -658,7 +658,7 @@ def test_the_profilers_part_of_the_b200_step_is_what_its_overhead_rows_say(share
     assert shares_found["compile"] * 1e6 <= rows["Lazy Function Loading"]
 
 
-def test_columns_are_those_of_the_schema():
+def test_columns_match_the_schema():
     a = Scene().finish()
     assert a.gaps.schema == pl.Schema(GAPS_SCHEMA)
 

@@ -109,9 +109,7 @@ jobs = st.integers(2, 3).flatmap(
 
 @settings(max_examples=60, deadline=None)
 @given(jobs, st.lists(st.integers(0, 100_000), min_size=3, max_size=3))
-def test_waits_of_any_job_are_those_of_a_walk(
-    work: list[list[list[int]]], offsets: list[int]
-) -> None:
+def test_gloo_waits_equal_a_direct_walk(work: list[list[list[int]]], offsets: list[int]) -> None:
     ranks, truth = simulate(work, offsets[: len(work)])
     alignment = align_ranks(ranks)
     assert alignment.error_ns == pytest.approx(0, abs=1e-3)
@@ -191,7 +189,7 @@ def test_names_of_other_collectives() -> None:
     assert kinds == ["all_gather", "reduce_scatter", "broadcast", "send_recv", "all_reduce"]
 
 
-def test_a_collective_of_the_host_begins_when_it_is_called() -> None:
+def test_host_collective_starts_at_its_call() -> None:
     """gloo's thread is woken 30 us after the call, and takes 200 us."""
     b = TraceBuilder(None, rank=0, world_size=2)
     with b.step():
@@ -208,7 +206,7 @@ def test_a_collective_of_the_host_begins_when_it_is_called() -> None:
     assert row["ts"] == row["launch_ts"]
 
 
-def test_each_range_is_of_the_call_of_its_kind_and_what_is_left_of_any() -> None:
+def test_gloo_ranges_match_calls_of_their_kind_first() -> None:
     """gloo's reduce-scatter is an all-reduce; a range before the first call has none."""
     b = TraceBuilder(None, rank=0, world_size=2)
     with b.step():
@@ -236,7 +234,7 @@ def test_each_range_is_of_the_call_of_its_kind_and_what_is_left_of_any() -> None
     assert table["bytes"].to_list() == [None, 400, 1, 1600, None]  # gathered from both
 
 
-def test_collectives_of_the_host_are_those_of_the_window_with_what_nothing_hides() -> None:
+def test_host_collectives_of_the_window_have_exposed_time() -> None:
     b = TraceBuilder(None, rank=0, world_size=2)
     for _ in b.steps():
         b.on_host("aten::mm", 1000)

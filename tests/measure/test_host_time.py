@@ -59,7 +59,7 @@ def test_each_instant_of_a_thread_has_one_class():
     }
 
 
-def test_other_threads_have_their_own_time_and_the_rest_is_unrecorded():
+def test_other_threads_have_own_and_unrecorded_time():
     b = TraceBuilder(launch_us=5, latency_us=3)
     with b.step():
         with b.thread(2000), b.op("MulBackward0", host_us=40):
@@ -70,7 +70,7 @@ def test_other_threads_have_their_own_time_and_the_rest_is_unrecorded():
     assert classes(a, other) == {"dispatch": 40.5, "launch": 5, "unrecorded": 100}
 
 
-def test_waiting_for_the_thread_that_runs_backward_is_called_that():
+def test_wait_for_the_backward_thread_has_its_own_class():
     b = TraceBuilder(launch_us=5, latency_us=3)
     node = "autograd::engine::evaluate_function: MulBackward0"
     with b.step():
@@ -110,7 +110,7 @@ def test_a_built_in_that_waits_for_the_device_is_not_python_work(frame: str):
     assert python_hot_spots(a).is_empty()
 
 
-def test_the_wait_for_the_queue_after_the_last_step_is_not_a_part_of_a_step():
+def test_queue_drain_after_the_last_step_belongs_to_no_step():
     b = TraceBuilder(launch_us=5)
     for _ in range(5):  # 20 us of the host, 1 ms of the device
         with b.step():
@@ -135,7 +135,7 @@ def test_waiting_for_queued_work_is_not_a_cost_of_the_profiler(stacks):
     assert class_times.get("profiler", 0) <= 2  # the frame's own
 
 
-def test_a_drain_is_said_to_be_one_on_a_real_device(shared_trace):
+def test_queue_drain_is_recognized_in_a_real_trace(shared_trace):
     """hipDeviceSynchronize is the last call of this trace, and returns with the last kernel."""
     a = Analysis(read_trace(shared_trace("mi210_gpu_only")))
     items = dict(a.host.filter(pl.col("thread") == a.trace.main_thread)["class", "ns"].iter_rows())
@@ -161,7 +161,7 @@ def test_the_classes_of_each_thread_add_up_to_the_window(name, shared_trace):
 
 
 @pytest.mark.parametrize("name", ["h100_bert_small_inference", "mi250_train"])
-def test_calls_of_one_class_take_the_time_of_their_rows(name, shared_trace):
+def test_call_time_of_a_class_equals_its_rows(name, shared_trace):
     """Launch and allocation calls are leaves of the tree, so their rows' own times add up."""
     a = Analysis(read_trace(shared_trace(name)))
     cpu = a.trace.cpu.filter(pl.col("dur") > 0)
@@ -174,7 +174,7 @@ def test_calls_of_one_class_take_the_time_of_their_rows(name, shared_trace):
     assert a.host.filter(pl.col("class") == "allocation")["ns"].sum() == expected
 
 
-def test_cuda_initialization_in_a_first_call_is_start_up_and_no_allocation(shared_trace):
+def test_cuda_initialization_is_start_up_not_allocation(shared_trace):
     """AlexNet's first convolution takes 10.84 s, 6.01 of them in the first cudaFree, and its first
     pooling 0.83 s. Host and idle time call that the same."""
     a = Analysis(read_trace(shared_trace("alexnet")))
@@ -232,7 +232,7 @@ def test_the_timeline_is_the_innermost_operator_at_each_instant(events):
     assert (finish > begin).all()
 
 
-def test_asking_for_a_thread_that_is_not_there_answers_unrecorded():
+def test_missing_thread_is_unrecorded():
     b = TraceBuilder(gpu=None)
     with b.op("aten::mm"):
         b.host(10)
@@ -287,7 +287,7 @@ def test_without_stacks_there_are_no_hot_spots():
 
 
 @pytest.mark.parametrize("name", ["h100_bert_small_inference", "b200_eager"])
-def test_hot_spots_of_a_real_trace_hold_its_python_gaps_and_not_its_kernels(name, shared_trace):
+def test_hot_spots_hold_python_gaps_without_kernels(name, shared_trace):
     a = Analysis(read_trace(shared_trace(name)))
     table, cpu, gpu = python_gaps(a), a.trace.cpu, a.trace.gpu
     assert table["dur"].sum() >= 0.95 * a.gaps.filter(cause="python")["dur"].sum()
@@ -299,13 +299,13 @@ def test_hot_spots_of_a_real_trace_hold_its_python_gaps_and_not_its_kernels(name
         assert work[(launched >= ts) & (launched < ts + dur)].sum() <= 0.051 * work.sum()
 
 
-def test_the_hottest_line_of_the_b200_step_is_its_quantised_experts(shared_trace):
+def test_hottest_line_of_b200_step_is_its_quantized_experts(shared_trace):
     top = python_hot_spots(Analysis(read_trace(shared_trace("b200_eager")))).row(0, named=True)
     assert top["file"] == "flashinfer/fused_moe/core.py"
     assert (top["function"], top["count"]) == ("trtllm_fp4_block_scale_moe_op", 36)  # a layer each
 
 
-def test_preparing_frames_is_blamed_on_what_takes_the_time(shared_trace):
+def test_frame_preparation_is_attributed_to_its_slow_part(shared_trace):
     """The stacks of the file show 267 ms of preprocessing: 160 ms in 128 calls for images, 54 ms
     for reading the video."""
     spots = python_hot_spots(Analysis(read_trace(shared_trace("mi300_timesformer_inference"))))
@@ -315,7 +315,7 @@ def test_preparing_frames_is_blamed_on_what_takes_the_time(shared_trace):
     assert not {"run_on_input", "run_torch_profiler"} & {*spots["function"]}
 
 
-def test_a_call_is_found_by_the_share_of_the_time_that_its_line_takes():
+def test_call_is_found_by_time_share_of_its_line():
     """Sixty of a hundred samples wait in the backward pass, thirty in line 12, ten in line 13 and
     below it in a library."""
     main = "train.py(40): main"
@@ -360,7 +360,7 @@ def test_a_line_is_named_by_the_function_that_calls_an_operator():
 
 
 @pytest.mark.parametrize("name", ["big_uploads", "blocking_upload"])
-def test_the_line_of_a_copy_is_the_planted_one_without_recorded_stacks(name):
+def test_copy_is_attributed_to_its_planted_line_without_stacks(name):
     path = CORPUS / "h100" / "programs" / f"{name}.py"
     planted = [n for n, code in enumerate(path.read_text().splitlines(), 1) if "# FAULT" in code]
     report = analyze(CORPUS / "h100" / name, Options(config={}))
@@ -369,14 +369,14 @@ def test_the_line_of_a_copy_is_the_planted_one_without_recorded_stacks(name):
     assert place.sampled_share is not None and place.op == "aten::copy_"
 
 
-def test_a_range_around_backward_is_waiting_for_it_where_its_thread_is_not_recorded(shared_trace):
+def test_range_around_backward_waits_for_an_unrecorded_thread(shared_trace):
     """``## backward ##`` lasts 34.2 ms, with two short nodes of autograd before other threads."""
     a = Analysis(read_trace(shared_trace("no_gpu_rank")))
     class_times = classes(a, a.trace.main_thread)
     assert class_times["autograd"] == pytest.approx(34_160, rel=0.01)
 
 
-def test_the_first_stream_is_set_up_once_and_is_not_a_dispatching(shared_trace):
+def test_first_stream_setup_is_no_dispatch(shared_trace):
     """The first cudaStreamCreateWithFlags takes 1.30 s."""
     a = Analysis(read_trace(shared_trace("cupti_counters")))
     assert classes(a, a.trace.main_thread)["compile"] == pytest.approx(1_300_411, rel=0.01)

@@ -146,7 +146,7 @@ def test_a_step_is_the_devices_own_span(path: Path) -> None:
     assert phase.tokens_per_s == pytest.approx(phase.tokens / (last - first) * 1e6, rel=1e-3)
 
 
-def test_the_phase_says_what_limits_it() -> None:
+def test_phase_names_its_limit() -> None:
     (decode,) = _inference(analyze(VLLM)).phases
     assert (decode.name, decode.limit) == ("decode", "memory")
     report = analyze(SGLANG)
@@ -173,7 +173,7 @@ def test_an_inferred_limit_has_no_measured_share() -> None:
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
 
 
-def test_passes_that_compute_the_whole_sequence_again_are_counted_so() -> None:
+def test_recomputing_passes_are_counted() -> None:
     """The new token is embedded at the end of a step. Attention has 29, 30 and 31 tokens of 4
     sequences, in steps of 55.17, 75.28 and 94.67 ms: 120 tokens per step for 4 new ones."""
     path = RECORDED / "embedded_prefix.slow"
@@ -194,7 +194,7 @@ def test_a_phase_has_the_time_of_the_steps_above_it(name: str) -> None:
     assert phase.ns == pytest.approx(profiled, rel=0.02)  # 1% lies between two marks
 
 
-def test_a_last_pass_that_is_cut_off_is_left_out() -> None:
+def test_truncated_last_pass_is_left_out() -> None:
     """The passes are not marked: each goes from look-up to look-up, and to 5 µs after the last."""
     b = TraceBuilder(None)
     for number in range(4):
@@ -265,7 +265,7 @@ def test_lost_records_of_graphs_leave_no_busy_share(
     assert "busy" not in report.verdict.replace("No busy share", "")
 
 
-def test_a_capture_names_what_is_replayed() -> None:
+def test_capture_names_its_replayed_operators() -> None:
     """The file of the capture has the kernels' names too, which the trace leaves out."""
     events = _events(CAPTURE)["traceEvents"]
     begin, end = (
@@ -442,7 +442,7 @@ def test_training_has_no_phases() -> None:
     assert analyze(CORPUS / "a100_train_6steps.json.gz").inference is None
 
 
-def test_ranges_called_decode_are_not_steps_unless_the_work_is_in_them() -> None:
+def test_decode_ranges_are_steps_only_with_work_inside() -> None:
     """A loader that decodes pictures."""
     b = TraceBuilder("A100")
     for _ in range(4):

@@ -72,7 +72,7 @@ def test_a_kernel_beyond_nccl_names_its_collective(name: str, collective: str) -
     assert kernel_kind(name) == collective
 
 
-def test_a_kernel_that_inductor_names_after_a_collective_beside_it_is_none() -> None:
+def test_inductor_kernel_named_after_a_collective_is_none() -> None:
     assert family_of("triton_poi_fused_all_reduce_add_wait_tensor_1") == "elementwise"
 
 
@@ -82,7 +82,7 @@ def test_a_gather_is_communication_only_between_devices() -> None:
 
 
 @pytest.mark.parametrize("name", trace_names())
-def test_hardly_any_kernel_time_of_a_real_trace_is_without_a_family(name: str) -> None:
+def test_nearly_all_kernel_time_has_a_family(name: str) -> None:
     path = public_file(name)
     try:
         a = Analysis(read_trace(path))

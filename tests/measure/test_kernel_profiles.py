@@ -52,7 +52,7 @@ PAIRS = (
 
 
 @pytest.mark.parametrize(("counters", "trace"), PAIRS)
-def test_names_of_two_profilers_are_one(counters: str, trace: str) -> None:
+def test_kernel_names_of_two_profilers_match(counters: str, trace: str) -> None:
     assert kernel_key(counters) == kernel_key(trace)
 
 
@@ -155,7 +155,7 @@ def test_counters_alone_make_a_report() -> None:
     assert not report.findings and all(note.impact.currency == "unknown" for note in report.notes)
 
 
-def test_advice_says_when_the_trace_has_none_of_the_kernels() -> None:
+def test_profile_without_matching_kernels_is_reported() -> None:
     b = TraceBuilder()
     with b.step():
         with b.op("aten::mm"):
@@ -175,7 +175,7 @@ def test_advice_says_when_the_trace_has_none_of_the_kernels() -> None:
 LAPLACIAN = path_of("rocprof/laplacian")
 
 
-def test_times_alone_are_not_counters_and_counters_given_beside_them_join() -> None:
+def test_times_alone_are_no_counters_but_counters_join_them() -> None:
     """rocprof writes both to files of their own: 1,001 launches of 2.644 ms, 1,171 GB/s."""
     times = LAPLACIAN / "kernel1_results.csv.gz"
     without_counters = analyze(str(times))

@@ -32,7 +32,7 @@ def column(b: TraceBuilder, name: str) -> list:
 # -- FLOPs and bytes ------------------------------------------------------------------------
 
 
-def test_an_operators_flops_are_counted_once_however_many_kernels_it_launches() -> None:
+def test_operator_flops_count_once_for_several_kernels() -> None:
     """2 * 128 * 64 * 512 = 8,388,608, to the GEMM; the bias copy moves, the reduction adds up."""
     b = TraceBuilder()
     shapes = [[64], [128, 512], [512, 64]]
@@ -57,7 +57,7 @@ def test_several_main_kernels_share_by_duration() -> None:
     assert column(b, "moved") == pytest.approx([1800, 600])  # 3 * 2 * 100 * 4
 
 
-def test_the_two_gradients_of_a_convolution_cost_the_same_where_names_tell_them() -> None:
+def test_named_convolution_gradients_have_equal_flops() -> None:
     shapes = [[1, 8, 10, 10], [1, 4, 10, 10], [8, 4, 3, 3], [], [], [], [], [], [], [], []]
     kinds = [*["float"] * 3, *["Scalar"] * 8]
     arguments = [
@@ -89,7 +89,7 @@ def test_the_two_gradients_of_a_convolution_cost_the_same_where_names_tell_them(
     assert record(wgrad) == [2 * once]  # the other is in there somewhere
 
 
-def test_a_child_without_shapes_takes_its_parents_and_a_parent_never_counts_twice() -> None:
+def test_child_without_shapes_uses_its_parents_once() -> None:
     b = TraceBuilder()
     shapes = [[8, 16], [16, 4]]
     with b.step():
@@ -102,7 +102,7 @@ def test_a_child_without_shapes_takes_its_parents_and_a_parent_never_counts_twic
     assert column(b, "flops") == [1024, None, 1024]
 
 
-def test_shapes_of_an_operator_do_not_describe_what_another_operator_did_inside_it() -> None:
+def test_operator_shapes_do_not_apply_to_nested_operators() -> None:
     b = TraceBuilder()
     with b.step(), b.op("aten::linear", [[8, 16], [4, 16]], "float"), b.op("mylib::dequantise"):
         b.launch(ADD, 10)
@@ -117,7 +117,7 @@ def test_work_of_zero_duration_is_still_shared() -> None:
     assert column(b, "flops") == [512, 512]
 
 
-def test_bytes_of_copies_and_memsets_are_those_in_device_memory() -> None:
+def test_copy_and_memset_bytes_are_device_memory_bytes() -> None:
     b = TraceBuilder()
     with b.step():
         b.copy("HtoD", 1000)
@@ -169,7 +169,7 @@ def test_an_unknown_kernel_is_not_reported_and_never_false() -> None:
     assert matmul("vendor_secret_kernel", "float", "V100") == ("fp32", False, True)
 
 
-def test_templates_written_with_a_matrix_primitive_use_it_for_16_bits() -> None:
+def test_matrix_primitive_templates_use_tensor_cores_in_16_bit() -> None:
     assert matmul("triton_tem_fused_mm_0", BF16) == ("bf16", True, True)
     assert matmul("triton_tem_fused_mm_0", "float") == ("fp32", None, True)
 
@@ -184,7 +184,7 @@ def test_vectors_double_precision_and_helpers_are_not_eligible() -> None:
     assert column(b, "eligible") == [False]
 
 
-def test_kernels_other_than_matrix_products_are_neither_on_tensor_cores_nor_eligible() -> None:
+def test_only_matrix_products_are_tensor_core_eligible() -> None:
     b = TraceBuilder()
     with b.step():
         with b.op("aten::add", [[8], [8]], BF16):
@@ -214,7 +214,7 @@ def test_kernels_other_than_matrix_products_are_neither_on_tensor_cores_nor_elig
         ("plain", None),
     ],
 )
-def test_a_name_tells_the_dtype_only_when_it_is_unambiguous(name: str, dtype: str | None) -> None:
+def test_dtype_is_read_from_unambiguous_names_only(name: str, dtype: str | None) -> None:
     assert describe_kernels(pl.Series([name]))["dtype"].to_list() == [dtype]
 
 
@@ -253,7 +253,7 @@ def test_tensor_core_use_of_public_traces(name: str, on: float, shared_trace) ->
     assert shares_found[None] == 0
 
 
-def test_tf32_of_an_a100_training_is_seen_by_kernel_and_fp32_input(shared_trace) -> None:
+def test_tf32_is_detected_by_kernel_name_and_fp32_input(shared_trace) -> None:
     a = Analysis(read_trace(shared_trace("a100_train_6steps")))
     gemm = a.kernels.with_columns(a.trace.gpu["name"]).filter(pl.col("family") == "gemm")
     named = gemm["name"].cast(pl.String).str.contains("tensorop_s1688gemm")
@@ -263,7 +263,7 @@ def test_tf32_of_an_a100_training_is_seen_by_kernel_and_fp32_input(shared_trace)
     assert gemm["flops"].null_count() == 0
 
 
-def test_gemm_flops_of_an_a100_training_equal_a_loop_over_its_operators(shared_trace) -> None:
+def test_gemm_flops_of_a100_training_equal_a_direct_sum(shared_trace) -> None:
     import json
 
     a = Analysis(read_trace(shared_trace("a100_train_6steps")))
@@ -288,7 +288,7 @@ def test_gemm_flops_of_an_a100_training_equal_a_loop_over_its_operators(shared_t
 # -- summaries ------------------------------------------------------------------------------
 
 
-def test_roofline_is_the_time_the_device_allows_over_the_time_taken() -> None:
+def test_roofline_is_attainable_over_actual_time() -> None:
     """A100-SXM4-80GB: 312 TFLOP/s in bf16, 2039 GB/s."""
     b = TraceBuilder("A100")
     with b.step():
@@ -310,7 +310,7 @@ def test_roofline_is_the_time_the_device_allows_over_the_time_taken() -> None:
     assert a.hot_kernels["name"].to_list() == [GEMM, ADD]
 
 
-def test_the_roofline_of_an_unknown_device_or_shape_is_not_measured() -> None:
+def test_roofline_is_unmeasured_for_unknown_device_or_shape() -> None:
     for gpu, shapes in ((None, [[64, 64], [64, 64]]), ("A100", None)):
         b = TraceBuilder(gpu)
         with b.step(), b.op("aten::mm", shapes, BF16):
@@ -377,7 +377,7 @@ def test_only_the_part_inside_the_used_steps_counts() -> None:
     assert one_step.families["dur"].item() == 100_000
 
 
-def test_copies_are_listed_beside_the_kernels_they_are_compared_with() -> None:
+def test_copies_are_listed_beside_kernels() -> None:
     b = TraceBuilder("A100")
     with b.step():
         b.launch("ampere_sgemm_32x32_nn", 100)
@@ -415,7 +415,7 @@ def test_a_trace_without_device_work_gives_empty_frames() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_nearest_ancestor_is_found_as_by_walking_up_one_by_one(seed: int) -> None:
+def test_nearest_ancestor_equals_a_walk_upwards(seed: int) -> None:
     rng = np.random.default_rng(seed)
     parent = np.array([-1, *(max(-1, row - int(rng.integers(1, 40))) for row in range(1, 6000))])
     wanted = rng.random(6000) < (0.001, 0.01, 0.0, 0.3, 0.003)[seed]
@@ -451,7 +451,7 @@ def test_kernels_vary_that_take_longer_on_the_same_inputs(shape: int | None, var
         ("pairs/sam_3_bf16_compiled_sdpa", False),
     ],
 )
-def test_a_gpu_that_something_else_uses_too_is_known_by_its_kernels(
+def test_shared_gpu_is_detected_by_its_kernels(
     shared_trace: Callable[[str], str], name: str, varies: bool
 ) -> None:
     a = Analysis(read_trace(shared_trace(name)))

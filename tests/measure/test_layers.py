@@ -77,7 +77,7 @@ def analyses(request: pytest.FixtureRequest, shared_file: Callable[[str], str]) 
     return result
 
 
-def test_layers_and_what_is_in_none_add_up_to_the_device_s_work(analyses: list[Analysis]) -> None:
+def test_layers_and_other_work_add_up_to_device_work(analyses: list[Analysis]) -> None:
     for a in analyses:
         gpu = a.trace.gpu[np.flatnonzero(a.in_window)]
         ts = gpu["ts"].to_numpy()
@@ -96,7 +96,7 @@ def test_layers_and_what_is_in_none_add_up_to_the_device_s_work(analyses: list[A
         )
 
 
-def test_a_module_is_the_sum_of_its_own_work_and_those_inside_it(analyses: list[Analysis]) -> None:
+def test_module_time_is_own_work_plus_submodules(analyses: list[Analysis]) -> None:
     for a in analyses:
         assert a.layers is not None
         nodes = a.layers.nodes
@@ -200,7 +200,7 @@ def test_work_belongs_to_the_innermost_module_around_its_launch() -> None:
     assert report.layers[0].backward_ns is None and report.layers[0].flops is None
 
 
-def test_backward_work_is_of_the_module_whose_forward_made_it() -> None:
+def test_backward_work_belongs_to_its_forward_module() -> None:
     b = TraceBuilder()
     with b.step():
         with b.python(module(0)), b.op("aten::mm", sequence=5):
@@ -219,7 +219,7 @@ def test_backward_work_is_of_the_module_whose_forward_made_it() -> None:
     assert layers.nodes["calls"].to_list() == [1]
 
 
-def test_a_module_that_is_called_again_elsewhere_is_the_same_one() -> None:
+def test_module_called_in_two_places_is_one_layer() -> None:
     """Activation checkpointing calls a block again on the thread of the backward pass."""
     b = TraceBuilder()
     with b.step():
@@ -306,12 +306,12 @@ def test_the_name_of_an_operator_of_xla_holds_its_modules(name: str, path: str) 
     assert " ".join(op_path(name)[:3]).startswith(path) and bool(op_path(name)) == bool(path)
 
 
-def test_wrappers_are_not_layers_and_a_number_belongs_to_the_name_before_it() -> None:
+def test_wrappers_are_no_layers_and_indices_join_their_names() -> None:
     path = "module._orig_mod.model.layers.11._checkpoint_wrapped_module.mlp"
     assert split_modules(path) == ("model", "layers.11", "mlp")
 
 
-def test_on_a_cpu_the_layers_have_the_own_time_of_their_operators() -> None:
+def test_cpu_layers_have_own_time_of_their_operators() -> None:
     b = TraceBuilder(None)
     with b.step(), b.python(module(0)), b.op("aten::linear", host_us=10), b.op("aten::addmm"):
         b.host(100)
@@ -357,7 +357,7 @@ def blocks(b: TraceBuilder) -> Iterator[Callable[[int, float, float], None]]:
         b.sync()
 
 
-def test_equal_modules_are_one_line_whatever_their_number() -> None:
+def test_equal_modules_share_one_line() -> None:
     b = TraceBuilder()
     with blocks(b) as call:
         for number in range(5):
@@ -369,7 +369,7 @@ def test_equal_modules_are_one_line_whatever_their_number() -> None:
     assert not find_outliers(layers_of(b), groups)
 
 
-def test_the_one_that_is_longer_than_its_equals_is_named_with_what_is_longer_in_it() -> None:
+def test_slowest_equal_layer_is_named_with_its_cause() -> None:
     b = TraceBuilder()
     for _ in range(3):
         with blocks(b) as call:
@@ -401,7 +401,7 @@ def test_one_slow_step_makes_no_module_an_outlier() -> None:
     assert not find_outliers(layers, equal_layers(layers))
 
 
-def test_modules_are_described_by_kind_and_by_the_equal_ones_around_them() -> None:
+def test_modules_are_described_by_kind_and_equal_parents() -> None:
     b = TraceBuilder()
     with blocks(b) as call:
         for number in range(3):
@@ -441,7 +441,7 @@ def script_around_model(module_frames: bool) -> TraceBuilder:
         (True, ["model.py:7 in forward", "3 Block in Model", "aten::mul"]),
     ],
 )
-def test_a_place_names_the_modules_in_place_of_a_line_outside_of_them(
+def test_location_names_modules_instead_of_an_outside_line(
     own_lines: bool, names: list[str]
 ) -> None:
     a = script_around_model(own_lines).analysis()
@@ -452,7 +452,7 @@ def test_a_place_names_the_modules_in_place_of_a_line_outside_of_them(
     assert place.file is not None and place.around_layer == (not own_lines)
 
 
-def test_count_share_and_worst_of_a_place_are_of_the_operator_that_it_names() -> None:
+def test_location_figures_belong_to_its_named_operator() -> None:
     """A line calls two operators: what the first costs is a quarter of all, the second a half."""
     b = TraceBuilder()
     with b.step(), b.python("run.py(40): main"):
@@ -535,7 +535,7 @@ def shown_memory(a: Analysis) -> dict[str, tuple[float | None, float | None, int
     }
 
 
-def test_a_call_keeps_what_it_allocates_and_does_not_release() -> None:
+def test_call_keeps_unreleased_allocations() -> None:
     """Block: 100 out of Linear, which needs 60 more for a while; 30 are of neither."""
     b = TraceBuilder()
     for _ in range(2):
@@ -560,7 +560,7 @@ def test_a_call_keeps_what_it_allocates_and_does_not_release() -> None:
     assert shown_memory(a) == {"Block_0": (167, 100, 160), "Linear_0": (160, 100, 160)}
 
 
-def test_memory_that_was_not_recorded_is_unknown_not_zero() -> None:
+def test_unrecorded_memory_is_unknown_not_zero() -> None:
     b = TraceBuilder()
     with b.step(), b.python(module(0)):
         b.run("aten::mul", "k", 10)
@@ -613,7 +613,7 @@ def test_the_same_memory_comes_out_of_the_json_by_hand(
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_memory_by_layer_is_what_the_tensors_of_a_recorded_program_take(
+def test_memory_by_layer_matches_tensors_of_a_recorded_program(
     trained: bool, tmp_path: Path
 ) -> None:
     """PyTorch's own profiler on a CPU: what each call keeps is counted from its tensors."""

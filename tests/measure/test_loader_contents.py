@@ -55,7 +55,7 @@ def loading() -> TraceBuilder:
     return b
 
 
-def test_time_belongs_to_the_users_line_and_what_it_calls():
+def test_loader_time_belongs_to_user_line_and_callee():
     a = loading().analysis()
     zoom, stack, own_row, *_rest = loader_rows(a)
     assert zoom[:3] == (
@@ -72,7 +72,7 @@ def test_time_belongs_to_the_users_line_and_what_it_calls():
     assert total_ms - 3 * 0.31 <= sum(ms for *_, ms in loader_rows(a)) <= total_ms
 
 
-def test_without_stacks_it_is_identified_by_operators():
+def test_loader_work_is_identified_by_operators_without_stacks():
     b = TraceBuilder(gpu=None)
     for _ in range(3):
         with b.step(), b.range(RANGE):
@@ -84,7 +84,7 @@ def test_without_stacks_it_is_identified_by_operators():
     assert ms == pytest.approx(3 * 0.9, rel=0.01)
 
 
-def test_a_method_of_two_objects_is_one():
+def test_method_of_two_objects_is_one_entry():
     b = TraceBuilder(gpu=None)
     with b.step(), b.range(RANGE), b.python("data.py(5): load"):
         for address in ("0x7f01", "0x7f02"):
@@ -115,7 +115,7 @@ class _SlowDataset:
         return np.zeros(4, dtype=np.float32)
 
 
-def test_a_recorded_loader_says_what_it_does(tmp_path: Path):
+def test_recorded_loader_describes_its_work(tmp_path: Path):
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile, schedule
 

@@ -90,7 +90,7 @@ def test_peaks_and_categories_are_the_sums_of_the_events(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "synthetic" not in n])
-def test_the_replayed_allocator_reserves_what_was_recorded(name: str) -> None:
+def test_replayed_allocator_reserves_the_recorded_bytes(name: str) -> None:
     h = measured(name).history
     replayed = replay_allocator(h, expandable=False).reserved
     # the file has a segment before the tensor that it is for, and none for a request that failed
@@ -107,7 +107,7 @@ def shares(name: str) -> dict[str, float]:
     return {kind: size / peak.allocated for kind, size in peak.by_category.items()}
 
 
-def test_memory_of_each_program_is_found_with_and_without_modules_and_stacks() -> None:
+def test_memory_is_found_with_and_without_modules_and_stacks() -> None:
     parameters = 24 * (4 * 1024 * 1024 + 3 * 1024 * 4096) + 2 * 10_000 * 1024 + 49 * 1024
     for name in ("transformer_training_ctx128", "transformer_training_ctx512"):
         by_category = measured(name).by_category
@@ -130,7 +130,7 @@ def test_memory_of_each_program_is_found_with_and_without_modules_and_stacks() -
     assert shares("stable_diffusion_no_history")["not attributed"] > 0.99
 
 
-def test_a_remedy_frees_no_more_than_what_it_touches() -> None:
+def test_remedy_frees_at_most_its_own_tensors() -> None:
     freed = {name: {s.name: s.bytes for s in find_savings(measured(name))} for name in NAMES}
     for name in ("opt13b_weights", "stable_diffusion_no_history", "forward_fp32"):
         assert "half the batch" not in freed[name]
@@ -156,7 +156,7 @@ RISKS = {
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_the_state_is_what_the_allocator_counted(name: str) -> None:
+def test_memory_state_equals_allocator_counters(name: str) -> None:
     h = measured(name).history
     assert (h.allocated[-1], h.reserved[-1]) == COUNTED[name]
 
@@ -182,7 +182,7 @@ def test_a_healthy_snapshot_has_no_finding(name: str) -> None:
     assert [finding.rule for finding in report.risks + report.findings] == []
 
 
-def test_pieces_that_are_free_at_the_end_lead_with_the_setting_that_joins_them() -> None:
+def test_fragmented_free_memory_leads_with_its_setting() -> None:
     """Counted from the file: 70.49 of 75.34 GiB is inactive, in pieces of at most 96 MiB."""
     snapshot = pickle.loads(content("h100_fragments"))
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
@@ -200,7 +200,7 @@ def test_pieces_that_are_free_at_the_end_lead_with_the_setting_that_joins_them()
     assert "4.85 GiB in tensors when the snapshot was taken" in text
 
 
-def test_a_leak_leads_the_verdict_and_each_figure_of_its_line_says_of_when() -> None:
+def test_leak_leads_the_verdict_with_dated_figures() -> None:
     """16 MiB stay of each of 14 steps; at the peak the last one has yet to add its own."""
     report = advisor.analyze(str(FOLDER / "h100_leak.pickle.gz"))
     assert report.verdict.startswith("record_snapshots.py:37 leaves 16 MiB behind in 11 of the 11")
@@ -210,7 +210,7 @@ def test_a_leak_leads_the_verdict_and_each_figure_of_its_line_says_of_when() -> 
     assert "176 MiB" not in str(report)
 
 
-def test_fused_attention_saves_the_16_bit_copies_of_the_scores_too() -> None:
+def test_fused_attention_also_saves_16_bit_score_copies() -> None:
     """Autocast: 24 layers keep the softmax, 4 × 16 heads × 512² in fp32, and its copy in bf16."""
     report = advisor.analyze(str(FOLDER / "transformer_training_ctx512.pickle.gz"))
     saving = next(each for each in report.memory[0].savings if each.change == "fused attention")
@@ -218,7 +218,7 @@ def test_fused_attention_saves_the_16_bit_copies_of_the_scores_too() -> None:
     assert saving.bytes == 24 * (64 + 32) * MIB
 
 
-def test_autocast_without_its_cache_frees_no_copy_that_a_backward_pass_needs() -> None:
+def test_autocast_without_cache_keeps_copies_for_backward() -> None:
     """Each of 169 copies of a training step lives into its backward pass. In a forward pass
     alone the end of autocast frees all 85 copies, 231 MiB at its peak."""
     trained, forward_only = (
@@ -229,7 +229,7 @@ def test_autocast_without_its_cache_frees_no_copy_that_a_backward_pass_needs() -
     assert 0.9 * 231 * MIB <= forward_only["autocast without cache"] < 231 * MIB
 
 
-def test_bf16_autocast_halves_what_products_make_and_adds_a_copy_of_each_weight() -> None:
+def test_bf16_autocast_halves_products_and_adds_weight_copies() -> None:
     """Six layers of 8 × 256 tokens. Of each, autocast has in 16 bits: the input of attention,
     queries with keys and values, two outputs of attention, 4 + 12 + 4 + 4 MiB, then what relu and
     dropout make of 2,048 channels, 2 × 16 MiB. 103 MiB of weights get copies of half that."""
@@ -241,7 +241,7 @@ def test_bf16_autocast_halves_what_products_make_and_adds_a_copy_of_each_weight(
         assert "BF16 autocast" not in {each.name for each in find_savings(measured(name))}
 
 
-def test_bf16_autocast_is_estimated_as_another_recording_measured_it() -> None:
+def test_bf16_autocast_estimate_matches_a_measured_recording() -> None:
     """The same model without autocast at 128 tokens, and with it at 512. Memory that grows with
     tokens shrinks to a fourth at 128 tokens, and what grows with their square to a sixteenth."""
     full, half = (measured(f"transformer_training_ctx{tokens}") for tokens in (128, 512))
@@ -316,12 +316,12 @@ def test_changes_of_training_are_for_programs_that_train(name: str) -> None:
     assert peak.trains is trains.get(name, peak.trains)
 
 
-def test_impossible_figures_are_said_to_be_so() -> None:
+def test_impossible_figures_are_reported() -> None:
     report = advisor.analyze(str(FOLDER / "synthetic_allocated_over_reserved.pickle.gz"))
     assert "cannot both be true" in report.verdict
 
 
-def test_a_history_of_one_event_is_said_to_be_one() -> None:
+def test_history_of_one_event_is_reported() -> None:
     report = advisor.analyze(str(FOLDER / "opt13b_weights.pickle.gz"))
     assert report.memory[0].at == "snapshot"
     assert any("1 event" in limit for limit in report.limits)
@@ -332,7 +332,7 @@ def test_layers_are_not_steps() -> None:
     assert measured("transformer_inference_ctx1024").step_source == ""
 
 
-def test_ranks_that_are_measured_by_workers_have_their_memory_side_by_side(tmp_path: Path) -> None:
+def test_ranks_measured_by_workers_show_their_memory(tmp_path: Path) -> None:
     from advisor.advise.options import Options
 
     names = ("forward_fp32", "forward_bf16_autocast")
@@ -348,7 +348,7 @@ def test_ranks_that_are_measured_by_workers_have_their_memory_side_by_side(tmp_p
     )  # a snapshot has no steps to compare
 
 
-def test_weights_in_16_bit_halve_and_leave_autocast_nothing_to_copy() -> None:
+def test_16_bit_weights_halve_and_need_no_autocast_copies() -> None:
     """The verdict names it as what frees most, to within what the peak moves."""
     by_category = measured("forward_bf16_autocast").by_category
     freed = by_category["weights"] / 2 + by_category["autocast copies"]
@@ -382,13 +382,13 @@ CHEAPEST = [
 ]  # fmt: skip
 
 
-def test_fewer_bits_for_the_weights_come_before_pieces_between_them() -> None:
+def test_16_bit_weights_are_advised_before_expandable_segments() -> None:
     report = advisor.analyze(str(FOLDER / "forward_fp32.pickle.gz"))
     changes = [each.change for each in report.memory[0].savings]
     assert changes == ["16-bit weights", "expandable segments"]
 
 
-def test_a_request_that_fits_with_what_the_driver_had_says_so() -> None:
+def test_request_fitting_into_driver_memory_is_reported() -> None:
     """15.6 GiB fail beside 12.3 free and 6.4 in pieces: 18.7 GiB once the pieces lie together. The
     softmax of these logits then needs as much again."""
     report = advisor.analyze(str(FOLDER / "h100_full.pickle.gz"))
@@ -427,14 +427,14 @@ def test_names_of_changes_are_whole(name: str) -> None:
     )
 
 
-def test_a_saving_below_what_a_change_frees_at_the_peak_says_why() -> None:
+def test_saving_below_the_freed_peak_bytes_is_explained() -> None:
     """Seven eighths of 375 MiB are 328: once they are gone, the optimizer's moment is the peak."""
     savings = {each.name: each for each in find_savings(measured("h100_training"))}
     assert "this frees 328 MiB at that moment, and another" in savings["smaller logits"].assumes
     assert "at that moment" not in savings["8-bit optimizer"].assumes
 
 
-def test_a_failed_request_says_how_much_it_lacked() -> None:
+def test_failed_request_reports_its_missing_bytes() -> None:
     """The driver had 12.3 GiB for a request of 15.6 GiB."""
     report = advisor.analyze(str(FOLDER / "h100_full.pickle.gz"))
     lacking = t.format_bytes((report.memory[0].request or 0) - (report.memory[0].driver_free or 0))

@@ -63,7 +63,7 @@ def job_of(wanted: Callable[[Job], bool]) -> Job:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_mesh_of_a_simulated_job_is_found_with_names_and_without(
+def test_mesh_of_a_simulated_job_is_found_with_or_without_names(
     layout: str, tmp_path: Path
 ) -> None:
     wanted, axes = LAYOUTS[layout]
@@ -90,7 +90,7 @@ def test_the_mesh_of_a_simulated_job_is_found_with_names_and_without(
         assert found_axes == axes
 
 
-def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Path) -> None:
+def test_axes_have_wait_and_transfer_and_the_pipeline_a_bubble(tmp_path: Path) -> None:
     """A simulated job of two nodes: the wait is until the last member arrives, on the true
     clock; the pipeline's bubble is (p - 1) / (m + p - 1)."""
     wanted, _ = LAYOUTS["tensor, pipeline and data"]
@@ -135,7 +135,7 @@ def test_waiting_and_transfer_of_each_axis_and_the_pipelines_bubble(tmp_path: Pa
         ([0, 1], NodeLinks(8, hosts={0: "a", 1: "a"}), False),
     ],
 )  # fmt: skip
-def test_a_group_crosses_nodes_by_its_hosts_or_the_size_of_a_node(
+def test_group_crosses_nodes_by_hosts_or_node_size(
     ranks: list[int], machine: NodeLinks, crosses: bool | None
 ) -> None:
     link = find_link(step_of(("forward", "allreduce", 4)).analysis(), ranks, 2, machine)
@@ -153,7 +153,9 @@ def test_a_group_crosses_nodes_by_its_hosts_or_the_size_of_a_node(
         ("default_pg", None), ("undefined", None), (None, None), ("TENSOR_AND_DATA", None),
     ],
 )  # fmt: skip
-def test_a_description_names_one_axis_or_none(description: str | None, axis: str | None) -> None:
+def test_group_description_names_at_most_one_axis(
+    description: str | None, axis: str | None
+) -> None:
     assert read_description(description) == axis
 
 
@@ -205,7 +207,7 @@ def test_the_traffic_tells_the_axis(parts: list[tuple[str, str, int]], axes: lis
     assert [axis.axis for axis in report_mesh(step_of(*parts).analysis())] == axes
 
 
-def test_training_whose_backward_pass_was_not_recorded_has_no_known_axis() -> None:
+def test_training_without_recorded_backward_has_no_known_axis() -> None:
     b = TraceBuilder()
     with b.step():
         b.run("aten::mm", "gemm", 50, [[64, 64], [64, 64]])
@@ -226,7 +228,7 @@ def test_figures_by_hand() -> None:
     assert axis.bus_gb_per_s == pytest.approx(8 * MIB * 2 * 7 / 8 / 100e3, rel=0.01)
 
 
-def test_exposed_collectives_of_tensor_parallelism_are_not_advised_buckets(tmp_path: Path) -> None:
+def test_tensor_parallel_collectives_get_no_bucket_advice(tmp_path: Path) -> None:
     b = step_of(*[("forward", "allreduce", 64), ("backward", "allreduce", 64)] * 3)
     report = advisor.analyze(b.write(tmp_path / "t.json"))
     match = next(each for each in report.findings if each.rule == "exposed-communication")

@@ -68,7 +68,7 @@ def test_normalizations_have_weights_of_one_dimension() -> None:
     assert result.line == 39
 
 
-def test_several_lines_of_one_function_are_its_first() -> None:
+def test_several_lines_of_one_function_give_its_first_line() -> None:
     result = find(linear_layers(gpu="A100"), op="aten::bmm", kernel="gemm_16_16")
     assert result is not None
     assert (result.line, result.layer) == (51, "encoder.k (Linear) and 1 more")
@@ -89,5 +89,5 @@ def test_code_without_a_layer_is_no_line() -> None:
     "modules",
     [None, "x", [3], [[1, 2]], [["a", "b", 1, [5], "f.py(1): g"]], [["a", "b", 1, [], 7]]],
 )
-def test_a_table_that_is_none_is_left_out(modules: Any) -> None:
+def test_invalid_module_table_is_ignored(modules: Any) -> None:
     assert find(linear_layers(gpu=None, modules=modules), op="aten::mm") is None

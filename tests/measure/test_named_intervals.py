@@ -25,7 +25,7 @@ from advisor.testing import TraceBuilder
 CORPUS = Path(__file__).parents[1] / "corpus"
 
 
-def test_a_step_begins_with_the_time_to_the_first_work_launched_in_it() -> None:
+def test_step_start_lasts_to_its_first_launched_work() -> None:
     b = TraceBuilder(launch_us=5, latency_us=3)
     for _ in range(3):
         with b.step():
@@ -37,7 +37,7 @@ def test_a_step_begins_with_the_time_to_the_first_work_launched_in_it() -> None:
     assert step_starts(b.analysis()).total == 3 * 110_000
 
 
-def test_work_that_is_queued_from_the_step_before_does_not_count_as_this_step_s() -> None:
+def test_work_queued_by_the_step_before_is_not_counted() -> None:
     b = TraceBuilder(launch_us=5, latency_us=3)
     with b.step():
         b.launch("gemm", 500)
@@ -49,7 +49,7 @@ def test_work_that_is_queued_from_the_step_before_does_not_count_as_this_step_s(
     assert (starts.start.tolist(), starts.end.tolist()) == ([0], [508_000])
 
 
-def test_a_window_without_steps_or_device_has_no_beginning_of_a_step() -> None:
+def test_window_without_steps_or_device_has_no_step_starts() -> None:
     b, host = TraceBuilder(), TraceBuilder(gpu=None)
     with b.op("aten::mm"):
         b.launch("gemm", 50)
@@ -59,7 +59,7 @@ def test_a_window_without_steps_or_device_has_no_beginning_of_a_step() -> None:
     assert len(step_starts(host.analysis())) == 0
 
 
-def test_a_break_lasts_from_the_end_of_one_graph_to_the_start_of_the_next() -> None:
+def test_graph_break_lasts_until_the_next_graph_starts() -> None:
     b = TraceBuilder()
     with b.step(), b.op("Torch-Compiled Region: 0/0", host_us=10):
         with b.op("CompiledFunction", host_us=50):
@@ -97,7 +97,7 @@ def test_a_gap_selector_at_a_moment_gains_the_part_inside_it() -> None:
     assert idle_ns("graph_break") == 0
 
 
-def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: Path) -> None:
+def test_region_after_a_graph_break_is_nested_in_the_one_before(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile
 
@@ -129,7 +129,7 @@ def test_torch_nests_the_region_after_a_break_in_the_region_before_it(tmp_path: 
     assert 0 < graph_breaks(a).total < a.span_ns
 
 
-def test_runs_without_gradient_are_each_one_normalization_of_the_graph() -> None:
+def test_region_without_gradient_is_one_normalized_graph() -> None:
     """A graph convolution normalises its graph (one ``pow_``, one ``nonzero`` whose size is read),
     then multiplies by its weights, which have a gradient."""
     run = advisor.open(CORPUS / "h100" / "citation_gcn")

@@ -58,7 +58,7 @@ def test_the_answer_for_a_name_is_computed_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @given(st.lists(st.one_of(st.none(), st.sampled_from(["aten::mm", "mm", "", "b"])), max_size=30))
-def test_each_row_gets_what_its_name_gets(given_names: list[str | None]) -> None:
+def test_mapping_names_equals_mapping_rows(given_names: list[str | None]) -> None:
     others = pl.Series([f"{n} other" for n in range(40)], dtype=pl.Categorical)
     column = pl.Series("name", given_names, dtype=pl.Categorical)
     for names in (column, pl.concat([others, column])[len(others) :]):  # codes not from 0 on

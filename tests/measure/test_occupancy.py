@@ -195,7 +195,7 @@ def test_random_launches_agree_with_nvidias_own_header(
         "alexnet",
     ],
 )
-def test_occupancy_agrees_with_what_kineto_wrote_up_to_rounding(name: str, shared_trace) -> None:
+def test_occupancy_matches_kineto_up_to_rounding(name: str, shared_trace) -> None:
     """Kineto asks cudaOccMaxActiveBlocksPerMultiprocessor, without opt-in to large shared memory,
     so its 0 for more than 48 KiB a block is wrong; ours is not."""
     a = Analysis(read_trace(shared_trace(name)))
@@ -209,7 +209,7 @@ def test_occupancy_agrees_with_what_kineto_wrote_up_to_rounding(name: str, share
     assert (large["ours"] > 0).all()
 
 
-def test_waves_are_the_grid_over_what_the_device_holds() -> None:
+def test_waves_are_grid_blocks_over_resident_blocks() -> None:
     b = TraceBuilder("A100")
     with b.step():
         b.launch("one", 10, blocks=864, threads=256, registers=32)  # 8 fit: 864 = 8 * 108
@@ -232,7 +232,7 @@ def test_the_profilers_own_active_blocks_come_first() -> None:
     assert kernels["occupancy"].to_list() == [50.0]
 
 
-def test_without_device_properties_waves_are_not_measured_and_zeros_not_believed() -> None:
+def test_waves_are_unmeasured_without_device_properties() -> None:
     b = TraceBuilder(None)
     with b.step():
         b.launch("a", 10, blocks=864, occupancy=37)

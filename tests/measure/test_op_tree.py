@@ -41,7 +41,7 @@ def test_device_time_is_of_the_operator_that_launched_it() -> None:
     assert table["name"].to_list()[:2] == ["aten::addmm", "aten::copy_"]
 
 
-def test_own_host_time_leaves_out_what_was_called() -> None:
+def test_own_host_time_excludes_children() -> None:
     a = two_steps().analysis()
     cpu = a.trace.cpu
     # by hand, one event at a time: its length less that of its direct children
@@ -75,7 +75,7 @@ def test_operators_have_host_time_where_the_host_runs_ahead(
     assert host.max() > 0
 
 
-def test_an_operator_with_several_kernels_of_its_own_lists_them_by_name() -> None:
+def test_operator_lists_its_own_kernels_by_name() -> None:
     """A graph's kernels have no operators of their own: without their names its time is blank."""
     b = TraceBuilder()
     with b.step():

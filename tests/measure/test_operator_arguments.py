@@ -12,7 +12,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.testing import TraceBuilder
 
 
-def test_the_largest_factor_is_that_of_a_search_through_all_divisors() -> None:
+def test_largest_prime_factor_equals_a_search_of_all_divisors() -> None:
     for length in range(2, 400):
         divisors = [d for d in range(2, length + 1) if length % d == 0]
         primes = [d for d in divisors if not any(d % k == 0 for k in range(2, d))]
@@ -20,7 +20,7 @@ def test_the_largest_factor_is_that_of_a_search_through_all_divisors() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 62])
-def test_a_length_that_no_fft_has_is_left_alone(length: int) -> None:
+def test_invalid_fft_length_is_ignored(length: int) -> None:
     assert arguments.largest_factor(length) <= 1
 
 
@@ -35,7 +35,7 @@ def test_the_good_length_of_a_damaged_trace_takes_no_time() -> None:
     assert arguments.next_fast_length((1 << 32) - 5) == 1 << 32
 
 
-def test_a_real_fft_back_has_the_length_that_was_asked_for() -> None:
+def test_inverse_real_fft_has_its_requested_length() -> None:
     op_inputs = OpInputs("[[8, 16, 1500], [], [], []]", '["complex<float>", "", "", ""]', "", "")
     assert arguments.fft_lengths("aten::_fft_c2r", op_inputs) == []  # dimensions were not recorded
     concrete = '["", "[1, 2]", "2", "2999"]'
@@ -62,7 +62,7 @@ def sorted_part(*after: tuple[str, list[str], str]) -> SortedPart | None:
     return arguments.find_sorted_part(a, SORTS[0], x, rows)
 
 
-def test_the_part_of_a_sort_is_all_that_is_taken_of_it() -> None:
+def test_used_part_of_a_sort_is_found() -> None:
     first = ("aten::slice", ["1", "0", "10", "1"], "float")
     ids = ("aten::narrow", ["1", "0", "12"], "long int")
     assert sorted_part(first) == SortedPart(100, 10, 1, True, True)
@@ -75,7 +75,7 @@ def test_the_part_of_a_sort_is_all_that_is_taken_of_it() -> None:
     assert sorted_part(first, last) == SortedPart(100, 100, 1, True, True)  # both ends: no part
 
 
-def test_a_sort_that_something_else_reads_first_or_in_the_middle_has_no_part() -> None:
+def test_sort_read_by_other_operators_has_no_used_part() -> None:
     first = ("aten::slice", ["1", "0", "10", "1"], "float")
     assert sorted_part(("aten::softmax", ["1", ""], "float"), first) is None
     assert sorted_part(("aten::slice", ["1", "10", "20", "1"], "float")) is None
@@ -83,7 +83,7 @@ def test_a_sort_that_something_else_reads_first_or_in_the_middle_has_no_part() -
     assert sorted_part() is None
 
 
-def test_the_rate_of_elementwise_operators_is_per_byte_of_the_largest_tensor() -> None:
+def test_elementwise_rate_is_per_byte_of_the_largest_tensor() -> None:
     b = TraceBuilder(None)
     with b.step():
         for _ in range(3):

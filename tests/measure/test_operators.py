@@ -36,7 +36,7 @@ def operator_row(
     return row
 
 
-def test_a_large_product_is_compared_with_the_measured_rate_of_products() -> None:
+def test_large_product_is_compared_with_the_measured_rate() -> None:
     row = operator_row("aten::mm", [[8192, 4096], [4096, 8192]], BF16, GEMM, 4000)
     work = 2 * 8192 * 8192 * 4096
     assert (row["calls"], row["kernels"], row["dur"]) == (3, 3, 12_000_000)
@@ -66,7 +66,7 @@ def test_a_thin_product_is_bound_by_reading_its_weights() -> None:
     assert row["efficiency"] == pytest.approx((size / MEMORY * 1e9 + KERNEL_NS) / 100e3)
 
 
-def test_kernels_shorter_than_their_start_are_bound_by_launches_and_not_judged() -> None:
+def test_kernels_shorter_than_a_launch_are_launch_bound() -> None:
     small = operator_row("aten::add", [[64, 64]] * 2, BF16, ADD, 9)
     assert (small["bound"], small["efficiency"], small["saved"]) == ("launch", None, None)
 
@@ -103,7 +103,7 @@ def test_shapes_are_apart_and_helpers_count_to_their_operator() -> None:
     assert a.trace.gpu["dur"].to_numpy()[chosen].sum() == small["dur"]
 
 
-def test_experts_in_one_call_are_compared_with_products_in_their_weights_format() -> None:
+def test_experts_are_compared_with_products_of_weight_dtype() -> None:
     b = TraceBuilder()
     shapes = [[4096, 1024], [8, 2048, 1024], [8, 1024, 1024], [4096, 2], [4096, 2]]
     with b.op("vllm::outplace_fused_experts", shapes, [BF16, BF16, BF16, "float", "int"]):
@@ -117,7 +117,7 @@ def test_experts_in_one_call_are_compared_with_products_in_their_weights_format(
     assert row["efficiency"] == pytest.approx((work / MATMUL * 1e9 + KERNEL_NS) / 1e6)
 
 
-def test_a_rate_that_nobody_measured_is_raised_to_what_the_recording_reaches() -> None:
+def test_unmeasured_rate_is_raised_to_the_highest_recorded_one() -> None:
     a100 = lookup("NVIDIA A100-SXM4-80GB")
     assert a100 is not None
     estimated = gpus.attainable_matmul(a100, "fp32")
@@ -130,7 +130,7 @@ def test_a_rate_that_nobody_measured_is_raised_to_what_the_recording_reaches() -
     assert fast["attainable_flops_per_s"] == 19.5e12  # the peak: FLOPs follow from shapes
 
 
-def test_attainable_rates_are_measured_or_the_peak_times_what_similar_gpus_reach() -> None:
+def test_attainable_rate_is_measured_or_scaled_from_the_peak() -> None:
     h100 = lookup("NVIDIA H100 80GB HBM3")
     assert h100 is not None
     bf16, memory = gpus.attainable_matmul(h100, "bf16"), gpus.attainable_bandwidth(h100)
@@ -141,7 +141,7 @@ def test_attainable_rates_are_measured_or_the_peak_times_what_similar_gpus_reach
 
 
 @pytest.mark.parametrize("name", ["h100_qwen_inference", "mi300_timesformer_inference"])
-def test_a_loop_over_the_kernels_of_a_real_trace_finds_the_same_sums(
+def test_operator_sums_equal_a_direct_loop_over_kernels(
     name: str, shared_trace: Callable[[str], str]
 ) -> None:
     (trace,) = open_run([shared_trace(name)]).traces.values()

@@ -90,7 +90,7 @@ def test_held_memory_equals_that_of_a_plain_replay(events: list[tuple[int, int]]
     assert lives.size[then].sum() == held_then
 
 
-def test_the_peak_of_a_real_trace_is_the_highest_total_in_its_file(
+def test_peak_of_a_real_trace_is_its_highest_recorded_total(
     shared_trace: Callable[[str], str],
 ) -> None:
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
@@ -151,7 +151,7 @@ def test_a_trace_with_memory_events_has_the_tables_of_a_snapshot(
     assert not a.peak_memories  # rules read snapshots
 
 
-def test_memory_of_an_nsight_export_is_counted_by_device_and_pinned_memory_apart(
+def test_nsight_memory_is_counted_by_device_without_pinned(
     tmp_path: Path,
 ) -> None:
     path = profiler_files.nsys(tmp_path / "a.sqlite")
@@ -173,7 +173,7 @@ def test_memory_of_an_nsight_export_is_counted_by_device_and_pinned_memory_apart
     assert int(gpu.history.allocated[-1]) == 16 * MIB
 
 
-def test_a_memory_timeline_has_its_own_categories(tmp_path: Path) -> None:
+def test_memory_timeline_keeps_its_categories(tmp_path: Path) -> None:
     raw = json.loads(gzip.decompress(TIMELINE.read_bytes()))
     allocated, most, then = [0] * 8, 0, [0] * 8
     for time, _, size, category in sorted(raw, key=lambda event: event[0]):
@@ -211,9 +211,7 @@ def test_a_memory_timeline_has_its_own_categories(tmp_path: Path) -> None:
         "[[T],[[0,0,0,0,0,0,0,0,1]]]".replace("T", "9" * 27),
     ],
 )
-def test_numbers_that_are_not_a_memory_timeline_are_refused_in_one_line(
-    tmp_path: Path, text: str
-) -> None:
+def test_invalid_memory_timeline_is_one_line_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "timeline.json"
     path.write_text(text)
     with pytest.raises(AdvisorError, match="memory timeline"):

@@ -51,7 +51,7 @@ def savings_by_name(peak: PeakMemory) -> dict[str, int]:
 # -- categories ---------------------------------------------------------------------------------
 
 
-def test_each_category_holds_what_the_program_put_there() -> None:
+def test_categories_hold_the_planted_tensors() -> None:
     m = FakeAllocator()
     t = Training(m, layers=4, weights=24 * MIB, activation=12 * MIB, logits=64 * MIB)
     t.step()
@@ -68,7 +68,7 @@ def test_each_category_holds_what_the_program_put_there() -> None:
     assert len(outputs) == 4 * 3 + 3
 
 
-def test_gradients_are_what_backward_made_and_the_optimizer_found() -> None:
+def test_gradients_are_made_by_backward_and_read_by_optimizer() -> None:
     m = FakeAllocator()
     t = Training(m, late_zero=True)
     for _ in range(3):
@@ -120,7 +120,7 @@ FRAMES: dict[str, tuple[str, list[tuple[str, int, str]]]] = {
 
 
 @pytest.mark.parametrize("name", FRAMES)
-def test_a_stack_tells_what_an_allocation_was_for(name: str) -> None:
+def test_stack_gives_the_category_of_an_allocation(name: str) -> None:
     role, frames = FRAMES[name]
     assert find_origin(tuple(SnapshotFrame(*frame) for frame in frames)).role == role
 
@@ -154,9 +154,7 @@ def replayed(snapshot: dict[str, Any]) -> tuple[int, int]:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("entries", [None, 150])
-def test_any_program_adds_up_to_what_counting_backwards_gives(
-    seed: int, entries: int | None
-) -> None:
+def test_memory_of_any_program_equals_a_backward_count(seed: int, entries: int | None) -> None:
     """Random programs, on two streams, with blocks that wait; with the whole history and with a
     ring that has lost its start."""
     chance = random.Random(seed)
@@ -192,7 +190,7 @@ def test_any_program_adds_up_to_what_counting_backwards_gives(
     assert (peak.history.reserved >= peak.history.allocated).all() or entries is not None
 
 
-def test_a_ring_that_lost_its_start_says_so_and_keeps_the_lines_of_what_is_held() -> None:
+def test_truncated_ring_is_reported_and_keeps_allocation_lines() -> None:
     complete, part = FakeAllocator(), FakeAllocator(max_entries=60)
     for m in (complete, part):
         t = Training(m)
@@ -229,7 +227,7 @@ def test_devices_do_not_mix() -> None:
 # -- steps --------------------------------------------------------------------------------------
 
 
-def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
+def test_leak_is_a_line_with_equal_growth_in_each_step() -> None:
     m = FakeAllocator()
     t = Training(m, leak=5 * MIB)
     for _ in range(12):
@@ -241,7 +239,7 @@ def test_a_leak_is_the_line_that_leaves_the_same_behind_in_each_step() -> None:
     assert savings_by_name(peak)["references"] == 11 * 5 * MIB  # the last step needs its own
 
 
-def test_a_queue_that_is_emptied_is_not_a_leak() -> None:
+def test_emptied_queue_is_not_a_leak() -> None:
     m, kept = FakeAllocator(), []
     t = Training(m)
     for _ in range(16):
@@ -254,7 +252,7 @@ def test_a_queue_that_is_emptied_is_not_a_leak() -> None:
 
 
 @pytest.mark.parametrize("source", ["annotations", "optimizer", "backward passes"])
-def test_churn_is_what_a_step_allocates(source: str) -> None:
+def test_churn_is_the_allocation_of_a_step(source: str) -> None:
     m = FakeAllocator()
     t = Training(m)
     if source == "backward passes":
@@ -290,7 +288,7 @@ def fragmented_memory(pieces: int, hole: int, total: int) -> FakeAllocator:
     return m
 
 
-def test_a_request_beside_enough_free_memory_in_pieces_is_reported_as_such() -> None:
+def test_request_failed_by_fragmentation_is_reported() -> None:
     m = fragmented_memory(8, 30 * MIB, 8 * 64 * MIB)
     peak = measured(m)
     fragments, placed, packed = (
@@ -339,7 +337,7 @@ def test_free_memory_of_another_stream_or_pool_is_elsewhere() -> None:
     assert placed.usable == 0 and placed.free_elsewhere > 0 and not placed.scattered
 
 
-def test_a_snapshot_that_was_taken_after_things_were_let_go_of_tells_no_placement() -> None:
+def test_snapshot_after_releases_gives_no_placement() -> None:
     m = FakeAllocator(total=GIB)
     with m.at(*LOOP):
         first = m.alloc(900 * MIB)
@@ -365,7 +363,7 @@ def at_the_end_of_forward(**how: Any) -> tuple[FakeAllocator, Training]:
     return m, t
 
 
-def test_checkpointing_keeps_the_last_block_of_each_call_and_one_call_whole() -> None:
+def test_checkpointing_keeps_last_blocks_and_one_whole_call() -> None:
     m, _ = at_the_end_of_forward(layers=30, activation=96 * MIB, logits=MIB)
     each = next(s for s in find_savings(measured(m)) if s.name == "checkpointing")
     call, kept = (96 + 96 + 24) * MIB, 24 * MIB
@@ -373,7 +371,7 @@ def test_checkpointing_keeps_the_last_block_of_each_call_and_one_call_whole() ->
     assert (each.file, each.line) == (MODEL, 62)
 
 
-def test_checkpointing_is_what_a_run_with_it_holds_less() -> None:
+def test_checkpointing_saving_matches_a_checkpointed_run() -> None:
     """The same program, layers recomputed: what it holds at the end of the forward pass."""
     layers, activation = 12, 96 * MIB
     m, _ = at_the_end_of_forward(layers=layers, activation=activation, logits=MIB)
@@ -385,7 +383,7 @@ def test_checkpointing_is_what_a_run_with_it_holds_less() -> None:
     assert before.allocated - savings_by_name(before)["checkpointing"] == after
 
 
-def test_logits_are_what_the_loss_holds_and_its_like() -> None:
+def test_smaller_logits_save_loss_copies() -> None:
     m, _ = at_the_end_of_forward(logits=1 * GIB)
     assert savings_by_name(measured(m))["smaller logits"] == 2 * GIB - 2 * GIB // 8
 
@@ -440,7 +438,7 @@ def test_without_stacks_nothing_is_a_module_s() -> None:
 
 
 @pytest.mark.parametrize("name", ["transformer_training_ctx512", "forward_bf16_autocast"])
-def test_memory_by_module_of_public_snapshots_is_counted_from_their_stacks(
+def test_memory_by_module_is_counted_from_stacks(
     name: str, shared_file: Callable[[str], str]
 ) -> None:
     """Each module against all blocks whose frames contain its ``forward``."""

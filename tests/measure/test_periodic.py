@@ -64,7 +64,7 @@ def test_a_little_in_every_step_is_none() -> None:
     assert work_of(lambda n: 4 if n % 8 == 7 else 0) is None
 
 
-def test_a_host_that_waits_for_the_device_now_and_then_gains_nothing() -> None:
+def test_occasional_wait_for_the_device_has_no_gain() -> None:
     """The host launches steps in 10 ms, the device takes 13, and every eighth step waits for it."""
     work = work_of(
         lambda n: 24 if n % 8 == 7 else 0,

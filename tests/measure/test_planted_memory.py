@@ -172,7 +172,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS))
-def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
+def test_change_frees_the_measured_memory_difference(seed: int) -> None:
     program = plan(seed)
     m, most = run(program)
     peak = PeakMemory(read_snapshot([m.pickled()], "x"), 0)
@@ -202,7 +202,7 @@ def test_a_change_frees_what_the_changed_program_holds_less(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(PROGRAMS // 4))
-def test_categories_hold_in_a_ring_that_was_switched_on_late(seed: int) -> None:
+def test_categories_are_found_in_a_late_ring(seed: int) -> None:
     """The ring holds the last one or two steps, and no stack of anything before them: weights
     and states show in their lifetimes and sizes. A model of few layers may leave them
     unattributed. An output that is kept for the next step looks like this step's where it lies

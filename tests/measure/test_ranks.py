@@ -220,7 +220,7 @@ def test_traces_recorded_minutes_apart_are_not_one_run() -> None:
     assert "120 s apart" in alignment.reason
 
 
-def test_pairs_that_share_nothing_leave_one_pair_aligned() -> None:
+def test_pairs_without_common_collectives_leave_one_pair_aligned() -> None:
     job = Job([0.0, 70.0, 20.0, 900.0])
     for _ in range(4):
 
@@ -323,7 +323,7 @@ def test_sizes_and_groups_keep_collectives_apart() -> None:
     assert rows == {("dp", 1 << 20, 0), ("dp", 1 << 21, 0), ("tp", 1 << 20, 0)}
 
 
-def test_ranks_of_different_groups_are_joined_by_those_between() -> None:
+def test_ranks_of_different_groups_join_through_common_ranks() -> None:
     offsets = [0.0, 1000.0, -500.0, 250.0, 40.0]
     job = Job(offsets)
     for _ in range(3):
@@ -347,7 +347,7 @@ def test_ranks_of_different_groups_are_joined_by_those_between() -> None:
 # -- who waits for whom ------------------------------------------------------------------------
 
 
-def test_a_straggler_is_last_everywhere_and_costs_what_it_is_late() -> None:
+def test_straggler_is_last_everywhere_and_costs_its_lateness() -> None:
     compute = [[1000, 1000, 1300, 1000]] * 5
     ranks = simple([0.0, 5000.0, -3000.0, 100.0], compute)
     result = measure_skew(ranks, align_ranks(ranks))
@@ -374,7 +374,7 @@ def test_equal_ranks_have_no_straggler() -> None:
     assert result.collectives["last"].null_count() == 6
 
 
-def test_lateness_within_the_alignment_error_is_nobodys() -> None:
+def test_lateness_within_the_alignment_error_is_ignored() -> None:
     job = Job([0.0, 0.0])
     for ends in ([0, 100.0], [100.0, 0], [0, 80.0], [90.0, 0], [0, 5.0]):
 
@@ -415,7 +415,7 @@ def test_only_used_steps_count() -> None:
     assert table["caused_wait_ns"][1] == pytest.approx(200_000, abs=1500)
 
 
-def test_members_that_are_not_here_are_reported() -> None:
+def test_missing_group_members_are_reported() -> None:
     ranks = simple([0.0, 0.0, 0.0], [[100, 200, 900]] * 3)
     pair = {0: ranks[0], 1: ranks[1]}
     result = measure_skew(pair, align_ranks(pair))
@@ -426,7 +426,7 @@ def test_members_that_are_not_here_are_reported() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_figures_equal_those_of_the_job_that_was_simulated(data: st.DataObject) -> None:
+def test_figures_equal_the_simulated_job(data: st.DataObject) -> None:
     count = data.draw(st.integers(2, 4))
     steps = data.draw(st.integers(3, 5))
     offsets = data.draw(st.lists(st.integers(-(10**6), 10**6), min_size=count, max_size=count))
@@ -478,7 +478,7 @@ def test_exposed_communication_is_listed_by_rank_and_step() -> None:
 # -- a real pair -------------------------------------------------------------------------------
 
 
-def test_the_public_pair_has_one_clock_and_its_collectives_end_together(shared_trace) -> None:  # type: ignore[no-untyped-def]
+def test_collectives_of_the_public_pair_end_together(shared_trace) -> None:  # type: ignore[no-untyped-def]
     """Two ranks of 128 whose Unix clocks were in step: the offset, found without them, is zero
     within the error. Both files keep only a part of their rows."""
     paths = [shared_trace(f"two_ranks_rank{r}") for r in (0, 1)]

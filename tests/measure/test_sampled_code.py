@@ -24,7 +24,7 @@ def find_code_outside(*stacks: tuple[int, tuple[str, ...]], **options: object) -
     return code
 
 
-def test_a_transform_is_not_a_forward_though_it_is_a_module() -> None:
+def test_transform_module_is_not_a_forward() -> None:
     prepared = (MAIN, "serve.py(65): tag", MODULE, NORMALIZE)
     assert find_step_part(SampledStack(1, prepared)) == "loop"
     assert find_step_part(SampledStack(1, NET)) == "forward"
@@ -33,7 +33,7 @@ def test_a_transform_is_not_a_forward_though_it_is_a_module() -> None:
     assert code.library_function == "Normalize.forward (torchvision/transforms/transforms.py:277)"
 
 
-def test_the_line_that_calls_the_model_is_not_named_nor_what_the_model_calls() -> None:
+def test_lines_calling_the_model_or_inside_it_are_not_named() -> None:
     inside = (*NET, "model.py(30): table")
     assert code_outside([SampledStack(90, inside), SampledStack(5, NET)], COMPUTING) is None
 
@@ -45,7 +45,7 @@ def test_the_function_is_named_where_its_lines_share_the_time() -> None:
     assert (code.location.function, code.location.line, code.samples) == ("count", 12, 100)
 
 
-def test_a_share_that_is_asked_for_chooses_among_functions() -> None:
+def test_minimum_share_selects_functions() -> None:
     steps = (60, (MAIN, "serve.py(20): learn", BACKWARD))
     long, short = (30, (MAIN, "serve.py(8): validate")), (10, (MAIN, "serve.py(7): log"))
     stacks = [SampledStack(*s) for s in (steps, long, short)]

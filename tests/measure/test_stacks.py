@@ -124,7 +124,7 @@ def test_the_line_is_the_innermost_frame_of_the_users_own_code():
     assert a.location(None) == (None, None, None)
 
 
-def test_a_library_is_named_only_where_no_code_of_the_user_is_around():
+def test_library_line_is_named_only_without_user_code():
     b = TraceBuilder()
     with b.python("transformers/trainer.py(9): train"), b.python("runpy.py(86): _run_code"):
         b.host(5)
@@ -171,7 +171,7 @@ def forward_and_backward(forward_threads: int = 1) -> TraceBuilder:
     return b
 
 
-def test_work_of_the_backward_pass_is_at_the_line_of_its_forward_operator():
+def test_backward_work_has_the_line_of_its_forward_operator():
     a = forward_and_backward().analysis()
     gpu = a.trace.gpu
     launch = int(gpu["launch"][int((gpu["name"] == "gemm_backward").arg_max())])
@@ -181,12 +181,12 @@ def test_work_of_the_backward_pass_is_at_the_line_of_its_forward_operator():
     assert a.location(launch) == ("net.py", 5, "forward")
 
 
-def test_a_number_that_two_forward_threads_used_says_nothing():
+def test_sequence_number_of_two_forward_threads_is_ambiguous():
     a = forward_and_backward(forward_threads=2).analysis()
     assert (forward_ops(a.trace) == -1).all()
 
 
-def test_forward_operators_of_a_real_recording_are_those_autograd_names(tmp_path):
+def test_forward_operators_match_autograd_names(tmp_path):
     """Autograd calls a node after the function that made it, so the names are the oracle."""
     torch = pytest.importorskip("torch")
     net = torch.nn.Sequential(

@@ -80,7 +80,7 @@ def test_even_steps_and_few_steps_have_no_halves(loads: tuple[float, ...]):
     assert compare_halves(steps(*loads).analysis()) is None
 
 
-def test_a_real_recording_says_what_its_long_steps_have_more_of(shared_trace: Shared):
+def test_long_steps_of_a_real_recording_are_explained(shared_trace: Shared):
     path = shared_trace("v100_train_copy_heavy")
     report = analyze(path, Options(config={})).step_variation
     assert report is not None

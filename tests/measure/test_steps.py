@@ -68,7 +68,7 @@ def test_a_last_step_that_the_recording_cut_off_is_not_used():
     assert steps.table["used"].to_list() == [True, True, True, False]
 
 
-def test_the_cut_off_step_does_not_count_among_the_three_that_must_stay():
+def test_truncated_step_is_not_one_of_the_three_kept():
     # without the 10 there are three: the long one stays, however long it is
     steps = find_steps(loop([100, 1000, 90, 10]).trace())
     assert steps.table["used"].to_list() == [True, True, True, False]
@@ -123,7 +123,7 @@ def optimizer_loop(names: list[str], steps: int) -> TraceBuilder:
     return b
 
 
-def test_without_marks_a_step_is_from_one_optimizer_step_to_the_next():
+def test_unmarked_steps_last_between_optimizer_steps():
     steps = find_steps(optimizer_loop(["Optimizer.step#AdamW.step"], 5).trace())
     assert steps.source == "optimizer"
     assert steps.table["dur"].to_list() == [100_000] * 4
@@ -162,7 +162,7 @@ def test_queued_work_behind_a_hole_is_where_the_recording_begins():
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_work_launched_before_the_recording_is_cut_whatever_the_host_does(waits: bool):
+def test_work_launched_before_the_recording_is_always_cut(waits: bool):
     b = TraceBuilder()
     with b.step():
         for number in range(10):  # 1000 .. 5990, launched before
@@ -196,7 +196,7 @@ def test_steps_of_another_thread_are_not_mixed_in():
     assert find_steps(b.trace()).table.height == 3
 
 
-def test_an_instant_knows_its_step_and_an_interval_the_first_it_touches():
+def test_step_of_an_instant_and_first_step_of_an_interval():
     steps = find_steps(loop([400, 100, 101, 99, 100]).trace())  # step 0 is set aside
     at = np.array([0, 400_000, 499_999, 500_000, 799_999, 800_000])
     assert step_of(steps, at).to_list() == [None, 1, 1, 2, 4, None]
@@ -256,7 +256,7 @@ def test_a_start_up_fragment_is_not_a_step():
     assert used == pytest.approx(np.full(len(used), np.median(used)), rel=0.05)
 
 
-def test_collectives_that_wait_for_other_ranks_hide_no_repetition(
+def test_repetition_is_found_despite_waiting_collectives(
     shared_file: Callable[[str], str],
 ) -> None:
     """50 steps after 12.4 s of start-up; their collectives take 20 to 49 ms each step."""
@@ -266,7 +266,7 @@ def test_collectives_that_wait_for_other_ranks_hide_no_repetition(
     assert any("12.7 s before the repetitions are left out" in limit for limit in report.limits)
 
 
-def test_guessed_steps_are_repetitions_and_ranges_that_could_be_the_step_are_named():
+def test_guessed_steps_repeat_and_candidate_ranges_are_named():
     b = TraceBuilder()
     for layer in range(12):
         with b.range(f"layer {layer}"):

@@ -25,7 +25,7 @@ def program(**options: object) -> TraceBuilder:
     return TraceBuilder(launch_us=5, latency_us=3, **options)  # type: ignore[arg-type]
 
 
-def test_a_bubble_lasts_from_the_end_of_the_awaited_work_to_the_next_work():
+def test_sync_bubble_lasts_from_awaited_to_next_work():
     b = program()
     with b.step():
         b.launch("gemm", 100)  # called 0 .. 5, runs 8 .. 108
@@ -53,7 +53,7 @@ def test_a_sync_that_finds_its_work_done_costs_nothing():
     assert (sync["waited"], sync["bubble"], sync["bubble_ts"]) == (0, 0, None)
 
 
-def test_while_another_stream_works_there_is_no_bubble():
+def test_sync_has_no_bubble_while_another_stream_works():
     b = program()
     with b.step():
         b.launch("gemm", 100)  # 8 .. 108
@@ -68,7 +68,7 @@ def test_while_another_stream_works_there_is_no_bubble():
     assert sync["waited"] == 108_000 - 10_000
 
 
-def test_the_stream_that_cuda_sync_rows_name_is_the_one_waited_for():
+def test_cuda_sync_rows_name_the_awaited_stream():
     b = program(cuda_sync_rows=True)
     with b.step():
         b.launch("gemm", 100)  # 8 .. 108
@@ -80,7 +80,7 @@ def test_the_stream_that_cuda_sync_rows_name_is_the_one_waited_for():
     assert (sync["bubble_ts"], sync["bubble"]) == (108_000, 58_000)
 
 
-def test_reading_a_value_is_named_after_the_operator_the_user_called():
+def test_value_read_is_named_after_the_called_operator():
     b = program()
     with b.step():
         b.launch("gemm", 100)
@@ -140,7 +140,7 @@ def test_a_sync_under_no_operator_is_an_explicit_one(call, cause):
     assert only_row(b.analysis())["cause"] == cause
 
 
-def test_a_sync_in_the_optimizer_under_no_operator_is_the_optimizers():
+def test_sync_in_the_optimizer_belongs_to_the_optimizer():
     b = program()
     with b.step(), b.range("Optimizer.step#FusedAdam.step"):
         b.launch("gemm", 100)
@@ -180,7 +180,7 @@ def blocking_copy(
     )
 
 
-def test_a_pageable_copy_blocks_by_itself_and_its_sync_does_not_count_again():
+def test_pageable_copy_and_its_sync_count_once():
     b = program()
     with b.step():
         b.launch("gemm", 100)  # 8 .. 108
@@ -201,7 +201,7 @@ def test_a_pageable_copy_blocks_by_itself_and_its_sync_does_not_count_again():
     assert first["copy"] == second["copy"]
 
 
-def test_a_pinned_asynchronous_copy_is_not_a_sync_however_long_its_call():
+def test_long_pinned_asynchronous_copy_is_no_sync():
     b = program()
     with b.step():
         blocking_copy(b, 115, 50, 2, "Pinned", "cudaMemcpyAsync")
@@ -234,7 +234,7 @@ def test_two_syncs_in_a_row_share_the_bubble_between_them():
     assert a.syncs["bubble"].sum() == a.breakdown.idle.total - 8_000  # before the first kernel
 
 
-def test_the_last_device_sync_after_which_nothing_is_launched_is_the_profilers():
+def test_final_device_sync_belongs_to_the_profiler():
     b = program()
     for _ in range(3):
         with b.step():
@@ -251,7 +251,7 @@ def test_the_last_device_sync_after_which_nothing_is_launched_is_the_profilers()
     assert last["bubble"].to_list() == [0]
 
 
-def test_a_sync_with_work_after_it_is_never_the_profilers():
+def test_sync_before_other_work_is_not_the_profilers():
     b = program()
     with b.step():
         b.launch("gemm", 100)
@@ -332,7 +332,7 @@ def test_event_syncs_by_record_and_by_time():
         assert sync["bubble"] == 198_000 - 128_000  # the device idles when the late work has ended
 
 
-def test_columns_are_those_of_the_schema_with_and_without_rows():
+def test_columns_match_the_schema_with_and_without_rows():
     b = program()
     with b.step():
         b.launch("gemm", 10)
@@ -421,7 +421,7 @@ def test_reads_of_host_tensors_are_not_syncs(name, reads, waiting, shared_trace)
     assert set(cpu["name"].gather(around)) <= {"aten::_local_scalar_dense"}
 
 
-def test_the_one_read_of_the_bert_step_left_154_us(shared_trace):
+def test_single_read_of_bert_step_leaves_154_us(shared_trace):
     a = Analysis(read_trace(shared_trace("h100_bert_small_inference")))
     read = only_row(a, cause="aten::is_nonzero")
     # by hand from the file: the copy ends, and the next kernel starts that much later

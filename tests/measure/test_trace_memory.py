@@ -53,7 +53,7 @@ def test_memory_allocated_before_a_step_still_counts_in_it() -> None:
     assert b.analysis().memory["peak_allocated"].to_list() == [7 * GIB, 7 * GIB]
 
 
-def test_a_free_tells_what_was_allocated_until_then() -> None:
+def test_free_event_gives_the_earlier_allocated_total() -> None:
     b = TraceBuilder()
     with b.step():
         b.memory(-4 * GIB, 1 * GIB, 8 * GIB)
@@ -61,7 +61,7 @@ def test_a_free_tells_what_was_allocated_until_then() -> None:
     assert b.analysis().memory["peak_allocated"].to_list() == [5 * GIB]
 
 
-def test_a_step_before_the_first_event_has_no_peak_rather_than_zero() -> None:
+def test_step_before_the_first_event_has_no_peak() -> None:
     b = TraceBuilder()
     with b.step():
         b.host(10)
@@ -86,7 +86,7 @@ def test_devices_are_apart_and_host_memory_is_none() -> None:
     assert table["capacity"].to_list() == [16_945_512_448, None]
 
 
-def test_an_allocator_that_does_not_tell_reserved_memory_has_none() -> None:
+def test_allocator_without_reserved_memory_reports_none() -> None:
     b = TraceBuilder()
     with b.step():
         b.memory(GIB, GIB, 0)
@@ -243,13 +243,13 @@ def test_reentrant_recomputation_needs_no_stacks() -> None:
     assert table["dur"].to_list() == [100_000, 100_000]
 
 
-def test_without_stacks_forward_operators_in_a_derivative_are_recomputed() -> None:
+def test_forward_operators_inside_backward_are_recomputed() -> None:
     table = find_recompute(checkpointed(reentrant=False, stacks=False).analysis())
     assert table is not None
     assert table["dur"].to_list() == [100_000, 100_000]
 
 
-def test_derivatives_that_run_their_own_operators_recompute_nothing() -> None:
+def test_derivatives_with_own_operators_are_no_recomputation() -> None:
     b = TraceBuilder()
     with b.step():
         forward(b)
@@ -259,7 +259,7 @@ def test_derivatives_that_run_their_own_operators_recompute_nothing() -> None:
     assert find_recompute(b.analysis()) is None
 
 
-def test_a_checkpoint_whose_backward_thread_has_no_frames_cannot_be_reported() -> None:
+def test_checkpoint_without_backward_frames_is_not_reported() -> None:
     b = TraceBuilder()
     with b.step():
         with b.python(FORWARD):
@@ -270,7 +270,7 @@ def test_a_checkpoint_whose_backward_thread_has_no_frames_cannot_be_reported() -
     assert find_recompute(b.analysis()) is None
 
 
-def test_with_stacks_and_no_checkpoint_nothing_is_recomputed() -> None:
+def test_stacks_without_checkpoint_show_no_recomputation() -> None:
     b = TraceBuilder()
     with b.step():
         with b.python("train.py(3): step"):
@@ -319,7 +319,7 @@ def test_a_users_function_of_that_name_is_not_recomputation() -> None:
     assert table["dur"].to_list() == [0]
 
 
-def test_frames_of_a_recording_are_those_that_are_looked_for(tmp_path: Path) -> None:
+def test_frames_of_a_recording_are_recognized(tmp_path: Path) -> None:
     """The names above, from the profiler itself: no device here, so kernels are put in by hand
     under every matrix product."""
     torch = pytest.importorskip("torch")

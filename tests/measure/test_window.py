@@ -54,7 +54,7 @@ def calls_of(data: dict) -> list[dict]:
 # -- work launched before the recording -------------------------------------------------------
 
 
-def test_kernels_of_before_the_recording_are_nobodys_work(shared_trace: Shared, rewriting):
+def test_kernels_from_before_the_recording_are_ignored(shared_trace: Shared, rewriting):
     path = shared_trace("h100_qwen_inference")
     data = rewriting.load(path)
     called = {e["args"].get("correlation") for e in calls_of(data)}
@@ -81,7 +81,7 @@ def test_kernels_of_before_the_recording_are_nobodys_work(shared_trace: Shared, 
 
 
 @pytest.mark.parametrize("name", ["alexnet", "linear_2080ti_launch_bound"])
-def test_work_launched_before_a_later_start_of_the_recording_is_found(
+def test_work_launched_before_a_restarted_recording_is_found(
     shared_trace: Shared, rewriting, tmp_path: Path, name: str
 ):
     """The host's first third is cut away, the device's records stay."""
@@ -172,7 +172,7 @@ LOSING = ["alexnet", "linear_2080ti_launch_bound", "b200_eager", "h100_bert_smal
 
 
 @pytest.mark.parametrize("name", LOSING)
-def test_nothing_is_concluded_from_holes_in_the_records(
+def test_gaps_in_the_records_give_no_conclusions(
     shared_trace: Shared, rewriting, tmp_path: Path, name: str
 ):
     path = shared_trace(name)
@@ -190,7 +190,7 @@ def test_nothing_is_concluded_from_holes_in_the_records(
     assert any("lost the records" in line for line in report.limits)
 
 
-def test_a_trace_whose_kernels_were_all_lost_says_so(shared_trace: Shared):
+def test_trace_with_all_kernels_lost_is_reported(shared_trace: Shared):
     limits = analyze(shared_trace("a100_kernels_lost"), OPTIONS).limits
     assert any("260 calls): the profiler lost the records of all" in line for line in limits)
 
@@ -200,7 +200,7 @@ def test_launches_into_a_captured_graph_lose_nothing():
     assert count_lost_records(trace)[:2] == (20, 0)
 
 
-def test_copies_alone_say_nothing_of_overlap(shared_trace: Shared, rewriting, tmp_path: Path):
+def test_copies_alone_give_no_overlap(shared_trace: Shared, rewriting, tmp_path: Path):
     data = rewriting.load(shared_trace("pairs/particle_batch32"))
     kernels = {e["args"]["correlation"] for e in kernels_of(data)}
     kept = [
@@ -241,7 +241,7 @@ def test_external_ids_tie_kernels_to_their_very_calls(
     assert (without["launch"].filter(named) == with_ids["launch"].filter(named)).mean() > 0.99
 
 
-def test_a_gpu_that_has_another_number_in_the_events_is_still_named(shared_trace: Shared):
+def test_gpu_with_another_event_number_is_named(shared_trace: Shared):
     report = analyze(shared_trace("mi300_timesformer_inference"), OPTIONS)
     assert report.scope.device_name == "AMD Instinct MI300X VF"
     assert report.scope.device_known
@@ -289,7 +289,7 @@ UNRELATED = {
 
 
 @pytest.mark.parametrize("names", UNRELATED.values(), ids=UNRELATED)
-def test_files_of_a_folder_that_are_not_of_one_run_are_refused_and_listed(
+def test_files_of_different_runs_are_refused_and_listed(
     shared_file: Callable[[str], str], tmp_path: Path, names: list[str]
 ):
     for name in names:
@@ -327,7 +327,7 @@ def test_the_first_call_of_an_operator_is_named_and_blamed_apart():
     assert others < 5e6
 
 
-def test_a_first_call_that_waits_for_the_device_cost_nothing_extra():
+def test_first_call_waiting_for_the_device_has_no_extra_cost():
     b = TraceBuilder()
     for number in range(6):
         with b.step(), b.op("aten::item"):
@@ -342,7 +342,7 @@ def _scripted(b: TraceBuilder, name: str, ms: float) -> None:
         b.launch("elementwise", 5)
 
 
-def test_a_compiled_function_that_takes_most_of_a_recording_is_named_by_its_length():
+def test_dominant_compiled_function_is_named_by_its_duration():
     """Reproduces a public recording: ``delta_r2``, a TorchScript function, takes 297 of 347 ms."""
     b = TraceBuilder()
     b.run("aten::mm", "gemm", 300, times=100)
@@ -406,7 +406,7 @@ def test_ranges_of_compilers_are_compiling(name: str):
 
 
 @pytest.mark.parametrize("name", ["FusionKernelRuntime::runWithInputs", "compiled_forward"])
-def test_ranges_that_run_what_was_compiled_are_not(name: str):
+def test_ranges_running_compiled_code_are_no_compilation(name: str):
     b = TraceBuilder()
     b.run("aten::mm", "gemm", 300)
     with b.range(name):
@@ -450,9 +450,7 @@ def graph_capture_trace(steps: int, captures: int) -> TraceBuilder:
 
 @pytest.mark.parametrize("name", ["hipModuleLoadData", "cuModuleLoadDataEx", "cuLibraryLoadData"])
 @pytest.mark.parametrize("between", ["nothing", "a query", "a launch", "an operator"])
-def test_time_between_loads_of_code_is_start_up_if_nothing_else_is_recorded(
-    name: str, between: str
-) -> None:
+def test_time_between_code_loads_is_start_up(name: str, between: str) -> None:
     b = TraceBuilder()
     b.run("aten::add", "add", 100)
     b.host(200)
@@ -480,7 +478,7 @@ def test_time_between_loads_of_code_is_start_up_if_nothing_else_is_recorded(
         assert causes["unknown"] >= 9_000_000
 
 
-def test_a_library_that_starts_up_between_two_loads_is_said_to(
+def test_library_starting_between_two_loads_is_named(
     shared_file: Callable[[str], str],
 ) -> None:
     """2.7 s between two calls of hipModuleLoadData, before the first product."""
@@ -501,7 +499,7 @@ def test_the_capture_of_a_graph_is_a_one_off_cost() -> None:
     assert a.one_off_costs["dur"][0] == 30_010_000
 
 
-def test_a_program_that_captures_in_each_step_does_not_do_so_once() -> None:
+def test_capture_in_each_step_is_not_a_one_off_cost() -> None:
     assert Analysis(graph_capture_trace(6, 6).trace()).one_off_costs.is_empty()
 
 

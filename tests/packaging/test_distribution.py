@@ -50,7 +50,7 @@ def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
     assert any(name.startswith("tests/corpus/") for name in inside)
 
 
-def test_the_project_names_no_address_that_does_not_answer_and_its_versions_of_python() -> None:
+def test_project_metadata_has_valid_urls_and_python_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "urls" not in project  # until the project is published somewhere
     minors = {int(line.rpartition(".")[2]) for line in project["classifiers"]

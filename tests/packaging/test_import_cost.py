@@ -47,7 +47,7 @@ def test_importing_advisor_costs_less_than_30_ms() -> None:
     assert min(float(python(code)) for _ in range(ATTEMPTS)) < LIMIT_MS
 
 
-def test_importing_advisor_pulls_in_nothing_heavy() -> None:
+def test_importing_advisor_loads_no_heavy_modules() -> None:
     assert imported_by("import advisor") & HEAVY == set()
 
 

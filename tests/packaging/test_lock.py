@@ -26,7 +26,7 @@ def lock() -> ModuleType:
     return module
 
 
-def test_the_lock_has_the_versions_of_the_constraints_and_torch_is_left_out(
+def test_lock_has_constrained_versions_without_torch(
     lock: ModuleType,
 ) -> None:
     locked, pinned = dict(lock.pins(LOCK)), dict(lock.pins(CONSTRAINTS))
@@ -36,7 +36,7 @@ def test_the_lock_has_the_versions_of_the_constraints_and_torch_is_left_out(
     }
 
 
-def test_every_package_of_the_lock_has_hashes_and_nothing_else_is_in_it() -> None:
+def test_lock_holds_only_packages_with_hashes() -> None:
     entries = re.split(r"\n(?=\S)", LOCK)
     packages = [entry for entry in entries if not entry.startswith("#")]
     assert len(packages) > 90

@@ -51,7 +51,7 @@ def test_python_m_advisor_as_a_person_types_it(folder_of_traps: Path) -> None:
     assert not (folder_of_traps / "executed").exists()
 
 
-def test_every_place_that_starts_advisor_keeps_the_current_folder_out() -> None:
+def test_advisor_starts_without_the_current_folder_in_the_path() -> None:
     without = [
         f"{file.relative_to(ROOT)}:{number}"
         for folder in ("advisor", "rules", "dashboard", "sample_workloads")

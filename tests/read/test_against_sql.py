@@ -211,7 +211,7 @@ def without_steps(trace: Trace) -> Analysis:
     return Analysis(replace(trace, meta=replace(trace.meta, format="kineto", step_marks=None)))
 
 
-def test_families_busy_time_copies_and_gaps_are_those_of_the_file(
+def test_families_busy_time_copies_and_gaps_match_sql(
     truth_of: tuple[str, Truth],
 ) -> None:
     path, truth = truth_of

@@ -100,7 +100,7 @@ def test_every_frame_has_its_schema_whatever_is_in_it() -> None:
 # -- launches -----------------------------------------------------------------------------------
 
 
-def test_a_kernel_finds_its_launch_by_correlation_and_the_op_around_that() -> None:
+def test_kernel_finds_launch_by_correlation_and_its_operator() -> None:
     trace = read(
         op("aten::linear", 0, 100, 1),
         op("aten::addmm", 10, 50, 2),
@@ -185,7 +185,7 @@ def test_a_wait_or_an_event_record_launches_nothing() -> None:
         assert launches(read(runtime_call(0, 5, name), kernel(10, 5))) == [(None, None)]
 
 
-def test_a_call_of_unknown_name_is_what_it_caused() -> None:
+def test_call_of_unknown_name_is_classified_by_its_work() -> None:
     trace = read(
         runtime_call(0, 1, "INVALID"),
         kernel(10, 1),
@@ -209,7 +209,7 @@ def test_no_correlation_is_not_a_launch() -> None:
 # -- times --------------------------------------------------------------------------------------
 
 
-def test_whole_and_broken_microseconds_become_nanoseconds_from_the_start() -> None:
+def test_microseconds_become_nanoseconds_from_the_start() -> None:
     trace = read(op("a", 1661203462584767, 3), op("b", 1661203462584768, 1))
     assert trace.cpu["ts"].to_list() == [0, 1000]
     assert trace.meta.start_ns == 1661203462584767000
@@ -312,7 +312,7 @@ def test_a_range_keeps_its_length_where_a_frame_is_cut() -> None:
     assert rows["aten::mm"] == 10_000
 
 
-def test_an_event_that_outlasts_the_one_around_it_is_cut_and_counted() -> None:
+def test_event_outlasting_its_parent_is_cut_and_counted() -> None:
     trace = read(op("a", 0, 10), op("b", 5, 8), op("c", 11, 1))
     assert trace.cpu["dur"].to_list() == [10_000, 5000, 1000]
     assert trace.cpu["parent"].to_list() == [None, 0, None]

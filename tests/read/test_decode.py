@@ -114,14 +114,14 @@ def test_a_malformed_event_is_read_and_costs_no_other(text: bytes, name: str) ->
         b'{"ph":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     ],
 )
-def test_values_that_are_no_events_are_counted_and_cost_no_other(text: bytes) -> None:
+def test_values_that_are_no_events_are_skipped_and_counted(text: bytes) -> None:
     piece = decode_piece(b"[" + b",".join([GOOD, text, GOOD]) + b"]")
     assert names(piece) == ["good", "good"]
     assert piece.unsound == 1
     assert piece.dropped == {"not decodable": 1}
 
 
-def test_a_quote_that_was_lost_costs_its_neighbours_at_most() -> None:
+def test_lost_quote_costs_at_most_its_neighbours() -> None:
     many = [json.dumps(op(f"n{i}")).encode() for i in range(50)]
     many[20] = many[20].replace(b'"n20"', b'n20"')
     piece = decode_piece(b"[" + b",".join(many) + b"]")
@@ -294,7 +294,7 @@ def test_absent_and_present_numbers() -> None:
 @pytest.mark.parametrize(
     "grid", ["123", {"1": 2}, [1, [2]], [0, 1, 1], [-1, 1, 1], [1, 2, 3, 4], [2**40, 1, 1], [1.5]]
 )
-def test_a_grid_that_is_none_is_not_measured(grid: Any) -> None:
+def test_invalid_grid_is_unmeasured(grid: Any) -> None:
     assert math.isnan(decode(kernel(grid=grid)).device["blocks"][0])
 
 

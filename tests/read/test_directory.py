@@ -85,9 +85,7 @@ def test_distributed_info_wins_over_the_file_name(tmp_path: Path) -> None:
         ("ranking.json", -1),
     ],
 )
-def test_without_distributed_info_the_name_or_nearest_folder_tells_the_rank(
-    tmp_path: Path, name: str, rank: int
-) -> None:
+def test_rank_is_read_from_file_or_folder_name(tmp_path: Path, name: str, rank: int) -> None:
     path = trace(tmp_path / "x" / name)
     assert open_run(path).ranks == [rank]
 
@@ -110,7 +108,7 @@ def test_windows_may_follow_each_other_closely(tmp_path: Path) -> None:
     assert 100_000 < first.start_ns + first.end_ns - second.start_ns < 500_000  # ns: clocks differ
 
 
-def test_windows_of_one_rank_that_overlap_are_an_error_that_names_both(tmp_path: Path) -> None:
+def test_overlapping_windows_of_one_rank_are_named_in_the_error(tmp_path: Path) -> None:
     one = trace(tmp_path / "a.json", NOON, rank=0)
     two = trace(tmp_path / "b.json", NOON + 0.5 * SECOND, rank=0)
     text = error(tmp_path)
@@ -124,13 +122,13 @@ def test_a_long_window_overlaps_a_later_short_one(tmp_path: Path) -> None:
     assert "overlap" in error(tmp_path)
 
 
-def test_overlapping_traces_without_a_rank_say_how_to_tell_them_apart(tmp_path: Path) -> None:
+def test_overlapping_traces_without_rank_get_instructions(tmp_path: Path) -> None:
     trace(tmp_path / "a.json")
     trace(tmp_path / "b.json")
     assert "rank0" in error(tmp_path)
 
 
-def test_ranks_overlap_and_that_is_how_it_should_be(tmp_path: Path) -> None:
+def test_overlapping_ranks_are_accepted(tmp_path: Path) -> None:
     trace(tmp_path / "rank0.json")
     trace(tmp_path / "rank1.json")
     assert open_run(tmp_path).ranks == [0, 1]
@@ -145,7 +143,7 @@ def test_choosing_a_rank_ignores_trouble_of_the_others(tmp_path: Path) -> None:
         open_run(tmp_path, rank=0)
 
 
-def test_a_rank_that_is_not_there_is_an_error_with_the_ranks_that_are(tmp_path: Path) -> None:
+def test_missing_rank_error_lists_the_ranks(tmp_path: Path) -> None:
     trace(tmp_path / "a.json", rank=0)
     trace(tmp_path / "b.json", rank=4)
     with pytest.raises(AdvisorError, match=r"no trace of rank 2 .*0, 4"):
@@ -166,7 +164,7 @@ def test_other_json_in_a_directory_is_left_out_with_a_line_each(tmp_path: Path) 
         assert "\n" not in line
 
 
-def test_a_directory_with_no_readable_trace_says_why_the_first_is_none(tmp_path: Path) -> None:
+def test_directory_without_readable_trace_explains_the_first(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"lr": 0.1}')
     (tmp_path / "b.json").write_text("[]")
     text = error(tmp_path)
@@ -230,7 +228,7 @@ def test_standard_input_is_a_trace_like_another(
 
 
 @pytest.mark.parametrize("name", ["a\x00b", "x" * 5000])
-def test_a_name_that_cannot_be_a_file_is_an_error_not_a_traceback(name: str) -> None:
+def test_impossible_file_name_is_an_error(name: str) -> None:
     error(name)
     error([name, name])
 

@@ -57,7 +57,7 @@ def test_a_healthy_set_is_healthy() -> None:
     assert flight.calls == 36 and flight.ranks == [0, 1, 2, 3]
 
 
-def test_the_ranks_that_wait_and_the_last_call_of_the_missing_one_are_named() -> None:
+def test_waiting_ranks_and_last_call_of_missing_rank_are_named() -> None:
     _, flight = analyze_dumps(CASES / "never_calls")
     (problem,) = flight.problems
     assert problem.waiting == [0, 1, 3]
@@ -153,7 +153,7 @@ def test_a_rank_that_died_is_known_from_the_members_of_its_group(tmp_path: Path)
     assert (flight.problems[0].kind, flight.problems[0].ranks) == ("no dump", [2])
 
 
-def test_ranks_that_wait_for_each_other_in_two_groups_are_a_deadlock(tmp_path: Path) -> None:
+def test_ranks_waiting_across_two_groups_are_a_deadlock(tmp_path: Path) -> None:
     groups = {name: {"name": name, "desc": f"pp{name}", "ranks": "[0, 1]"} for name in "12"}
     waits = [
         [make_entry("all_reduce", 1, process_group=(name, f"pp{name}"), state="started")]
@@ -174,7 +174,7 @@ def test_a_rank_that_waits_elsewhere_is_a_consequence(tmp_path: Path) -> None:
     assert [problem.ranks for problem in flight.problems] == [[2], [1, 2]]
 
 
-def test_a_collective_that_all_ranks_called_is_the_networks_or_a_gpus(tmp_path: Path) -> None:
+def test_collective_called_by_all_ranks_blames_network_or_gpu(tmp_path: Path) -> None:
     entries = [make_entry("all_reduce", 1), make_entry("all_reduce", 2, state="started")]
     report, flight = analyze_dumps(write_dumps(tmp_path / "d", entries, entries))
     assert report.status == "limited" and flight.problems[0].kind == "unfinished"
@@ -227,7 +227,7 @@ def test_dumps_in_a_run_directory_are_found(tmp_path: Path) -> None:
     assert report.time or report.step is not None  # the run itself is analysed all the same
 
 
-def test_many_dumps_are_not_ranks_to_be_measured_one_by_one(tmp_path: Path) -> None:
+def test_many_dumps_are_not_measured_as_ranks(tmp_path: Path) -> None:
     ranks = [[make_entry("all_reduce", 1)] for _ in range(40)]
     ranks[7] = []
     ranks[7].append(make_entry("barrier", 1, state="scheduled"))
@@ -263,7 +263,7 @@ class _RunsCode:
     ],
     ids=["code", "cut off", "nested", "no list", "half"],
 )
-def test_a_hostile_dump_costs_one_line(
+def test_hostile_dump_is_one_line_error(
     data: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nccl_trace_rank_0"

@@ -71,7 +71,7 @@ def test_a_file_too_large_to_decode_at_once_is_refused_in_a_line(
         read_trace(str(path))
 
 
-def test_memory_is_what_the_container_has_left(tmp_path: Path) -> None:
+def test_free_memory_is_limited_by_the_container(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  100000 kB\nMemAvailable:   50000 kB\n")
     (tmp_path / "self").write_text("0::/job\n")

@@ -172,9 +172,7 @@ def test_the_raw_page_is_read_with_its_row_of_units() -> None:
 
 
 @pytest.mark.parametrize(("variant", "published"), [("kernel1", 2.644), ("kernel2", 2.562)])
-def test_the_laplacian_has_its_published_time_bytes_and_bandwidth(
-    variant: str, published: float
-) -> None:
+def test_laplacian_has_its_published_figures(variant: str, published: float) -> None:
     folder = path_of("rocprof/laplacian")
     files = [folder / f"{variant}_{part}.csv.gz" for part in ("data_movement", "results")]
     run = open_run([str(file) for file in files])
@@ -285,7 +283,7 @@ def test_a_database_of_rocprof_has_the_times_of_its_csv(variant: str, tmp_path: 
         profiles_of(path)
 
 
-def test_an_estimate_inside_of_a_report_is_read_where_the_layout_has_one() -> None:
+def test_estimate_in_a_report_is_read_if_present() -> None:
     data = gzip.decompress(path_of("ncu/cutlass_a100_s8.ncu-rep.gz").read_bytes())
     body = b"\x0a\x06\x0a\x04slow"  # item 1: the message
     speedup = b"\x08\x02\x11" + struct.pack("<d", 25.0)  # global, percent
@@ -353,7 +351,7 @@ def test_a_damaged_module_has_no_lines_or_some() -> None:
 
 
 @pytest.mark.parametrize("name", ["cutlass_a100_s8.ncu-rep.gz", "deepseek_ocr_rtx5090.csv.gz"])
-def test_damaged_reports_are_read_up_to_there_or_refused_in_a_line(name: str) -> None:
+def test_damaged_reports_are_read_in_part_or_refused(name: str) -> None:
     data = gzip.decompress(path_of(f"ncu/{name}").read_bytes())
     draw = random.Random(7)
     for _ in range(120):

@@ -347,7 +347,7 @@ def test_progress_is_reported() -> None:
 # -- damage -------------------------------------------------------------------------------------
 
 
-def test_a_cut_file_is_read_up_to_the_cut_and_says_so() -> None:
+def test_truncated_file_is_read_and_reported() -> None:
     text = loop().json()
     for cut in range(len(text) - 1, len(text) // 2, -97):
         trace = read_bytes(text[:cut])
@@ -358,7 +358,7 @@ def test_a_cut_file_is_read_up_to_the_cut_and_says_so() -> None:
         assert trace.cpu.height > 0
 
 
-def test_a_cut_gzip_says_so_too() -> None:
+def test_truncated_gzip_is_reported() -> None:
     packed = gzip.compress(loop(steps=30).json())
     trace = read_bytes(packed[: len(packed) * 2 // 3])
     assert trace.meta.truncated
@@ -367,7 +367,7 @@ def test_a_cut_gzip_says_so_too() -> None:
     assert trace.meta.bytes_read > 5000
 
 
-def test_a_sound_file_says_it_is() -> None:
+def test_sound_file_is_reported_complete() -> None:
     meta = loop().trace().meta
     assert (meta.truncated, meta.damage, meta.events_dropped) == (False, None, {})
 
@@ -504,7 +504,7 @@ BOMBS = {
         for kind in BOMBS
     ],
 )
-def test_a_bomb_of_json_takes_neither_memory_nor_time(kind: str, tmp_path: Path) -> None:
+def test_json_bomb_stays_within_memory_and_time(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb.json.gz"
     with gzip.open(path, "wb", compresslevel=1) as out:
         out.write(BOMBS[kind])

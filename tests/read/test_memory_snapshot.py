@@ -175,7 +175,7 @@ def test_a_bomb_ends_soon_and_small(name: str) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 << 10
 
 
-def test_a_history_that_is_named_a_million_times_is_read_once() -> None:
+def test_history_referenced_a_million_times_is_read_once() -> None:
     trace = trained_allocator(1).events
     value = {"segments": [], "device_traces": [trace] * 64}
     snapshot = read_snapshot([pickle.dumps(value)], "x")
@@ -200,7 +200,7 @@ def as_dicts(value: Any, like: Any) -> Any:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("size", [1, 7, 4096, 1 << 20])
-def test_plain_values_are_read_as_python_does_whatever_the_blocks(protocol: int, size: int) -> None:
+def test_plain_values_are_read_independently_of_block_size(protocol: int, size: int) -> None:
     snapshot = trained_allocator(2).snapshot()
     snapshot["more"] = {
         "one": {"only": 1},
@@ -217,7 +217,7 @@ def test_plain_values_are_read_as_python_does_whatever_the_blocks(protocol: int,
     assert as_dicts(read_plain(blocks, "x").value, snapshot) == snapshot
 
 
-def test_dicts_of_more_than_a_batch_and_of_one_key_are_whole() -> None:
+def test_dicts_of_many_keys_and_of_one_key_are_complete() -> None:
     value = {f"k{n}": n for n in range(199)}
     assert PickledFields().from_value(read_plain([pickle.dumps(value)], "x").value) == value
     assert PickledFields().from_value(read_plain([pickle.dumps({"a": 1})], "x").value) == {"a": 1}
@@ -227,7 +227,7 @@ def test_dicts_of_more_than_a_batch_and_of_one_key_are_whole() -> None:
 # -- the tables ---------------------------------------------------------------------------------
 
 
-def test_sums_are_those_of_torchs_own_viewer() -> None:
+def test_snapshot_sums_match_the_torch_viewer() -> None:
     m = trained_allocator(5)
     text = viz.segsum(m.snapshot())
     snapshot = read_snapshot([m.pickled()], "x")
@@ -330,7 +330,7 @@ def test_a_snapshot_joins_a_trace(way: str, tmp_path: Path) -> None:
     assert report.memory[0].allocated == sum(e.bytes for e in report.memory[0].categories)
 
 
-def test_two_snapshots_for_one_rank_are_one_line(
+def test_two_snapshots_for_one_rank_are_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [str(write_trace(tmp_path))]
@@ -367,7 +367,7 @@ def test_a_run_that_ended_out_of_memory_shows_its_snapshot(tmp_path: Path) -> No
     assert not RAN
 
 
-def test_ranks_that_ended_out_of_memory_show_their_own_snapshot_or_text(tmp_path: Path) -> None:
+def test_out_of_memory_ranks_show_their_snapshot_or_text(tmp_path: Path) -> None:
     from advisor.testing.record import RecordBuilder
     from tests.run_directories import write_run
 

@@ -97,7 +97,7 @@ def test_call_trees_with_late_ends_nest_as_by_hand(rows: list[Row]) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 3, 40])
-def test_whole_columns_need_no_help_for_what_real_traces_have(
+def test_real_overlaps_are_nested_without_the_row_loop(
     late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each op ends a little after the frame around it: repaired without the loop over rows."""
@@ -130,15 +130,15 @@ def test_both_ways_agree_on_a_large_tangle(monkeypatch: pytest.MonkeyPatch) -> N
     assert nested(rows) == expected
 
 
-def test_nothing_nests_to_nothing() -> None:
+def test_empty_table_nests_to_empty() -> None:
     assert nested([]) == ([], [], [], 0)
 
 
-def test_an_event_that_starts_where_another_ends_is_not_inside_it() -> None:
+def test_event_starting_at_the_end_of_another_is_outside() -> None:
     assert nested([(0, 0, 10), (0, 10, 5)]) == ([-1, -1], [0, 0], [10, 15], 0)
 
 
-def test_an_event_without_duration_is_inside_what_is_open_then() -> None:
+def test_event_without_duration_is_inside_open_events() -> None:
     assert nested([(0, 0, 10), (0, 3, 0), (0, 9, 0)]) == ([-1, 0, 0], [0, 1, 1], [10, 4, 10], 0)
 
 

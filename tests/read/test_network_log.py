@@ -110,7 +110,7 @@ def only_finding_text(report: Report, rule: str) -> str:
     return f"{finding.title} {finding.summary} {finding.fix} {finding.code}"
 
 
-def test_sockets_beside_adapters_are_named_with_the_containers_flags(tmp_path: Path) -> None:
+def test_unused_adapters_are_reported_with_container_flags(tmp_path: Path) -> None:
     (tmp_path / "topology.txt").write_text(logs.matrix(4, "NV12", 2))
     text = logs.job(network="Socket", across="NET/Socket/0", more=(logs.SOCKET, logs.NO_DEVICE))
     report, log = read(tmp_path, text)
@@ -136,7 +136,7 @@ def test_sockets_with_no_adapter_in_sight_have_low_confidence(tmp_path: Path) ->
         ("NET/Socket : Using [0]docker0:172.17.0.1<0>", "NCCL_SOCKET_IFNAME"),
     ],
 )
-def test_the_log_says_why_sockets_are_used(line: str, words: str, tmp_path: Path) -> None:
+def test_log_gives_the_reason_for_sockets(line: str, words: str, tmp_path: Path) -> None:
     report, _ = read(tmp_path, logs.job(network="Socket", across="NET/Socket/0", more=(line,)))
     assert words in only_finding_text(report, "nccl-sockets")
 
@@ -157,13 +157,13 @@ def test_missing_gpudirect_has_its_reason_and_cure(line: str, words: str, tmp_pa
     )
 
 
-def test_adapters_that_are_far_from_some_gpus_are_not_fault_where_near_ones_are_used(
+def test_distant_adapters_are_no_fault_if_near_ones_are_used(
     tmp_path: Path,
 ) -> None:
     assert rules(read(tmp_path, logs.job(more=(logs.FAR,)))[0]) == set()
 
 
-def test_shared_memory_beside_nvlink_is_found_and_across_sockets_is_not(tmp_path: Path) -> None:
+def test_shared_memory_is_a_fault_only_beside_nvlink(tmp_path: Path) -> None:
     text = logs.job(hosts=1, within="SHM/direct/direct")
     for name, link in (("nv", "NV12"), ("sys", "SYS")):
         folder = tmp_path / name
@@ -173,7 +173,7 @@ def test_shared_memory_beside_nvlink_is_found_and_across_sockets_is_not(tmp_path
         assert rules(report) == ({"nccl-node-path"} if name == "nv" else set())
 
 
-def test_peer_access_that_is_off_names_the_pairs_once(tmp_path: Path) -> None:
+def test_disabled_peer_access_names_gpu_pairs_once(tmp_path: Path) -> None:
     off = "P2P is disabled between connected GPUs 1 and 0. You can repress this message with X=1."
     report, log = read(tmp_path, logs.job(hosts=1, within="SHM/direct/direct", more=(off,)))
     assert "--ipc=host" in only_finding_text(report, "nccl-node-path") and log.p2p_disabled == 1
@@ -226,7 +226,7 @@ def test_the_recorders_environment_is_enough_for_settings(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_damaged_logs_cost_one_line_or_are_read_in_part(
+def test_damaged_logs_are_read_in_part_or_one_line_errors(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chance = random.Random(seed)
@@ -264,7 +264,7 @@ def test_a_file_without_a_line_of_nccl_is_refused(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_every_format_shows_the_path_and_redaction_hides_settings_hosts(
+def test_formats_show_the_path_and_redaction_hides_hosts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "nccl.log"

@@ -43,7 +43,7 @@ SHARED = (
                   "this process, outside of PyTorch": 1.5}),
     ],
 )  # fmt: skip
-def test_the_text_says_who_held_the_memory(
+def test_error_text_gives_the_memory_of_each_holder(
     text: str, expected: dict[str, float | None], tmp_path: Path
 ) -> None:
     log = tmp_path / "train.log"
@@ -59,7 +59,7 @@ def test_the_text_says_who_held_the_memory(
     assert ("other processes" in risk.fix.lower()) == (text is SHARED)
 
 
-def test_a_log_without_the_exception_is_one_line(
+def test_a_log_without_the_exception_is_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = tmp_path / "train.log"

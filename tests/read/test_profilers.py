@@ -154,7 +154,7 @@ def test_processes_with_the_same_counts_are_ranks_of_their_own(tmp_path: Path) -
         assert trace.threads["pid"].gather(threads).to_list() == [str(profiler_files.PID + rank)]
 
 
-def test_launches_of_graphs_count_where_their_nodes_were_not_recorded(tmp_path: Path) -> None:
+def test_graph_launches_count_without_recorded_nodes(tmp_path: Path) -> None:
     trace = read_trace(str(profiler_files.nsys(tmp_path / "a.sqlite", graphs=True)))
     assert int(trace.gpu["dur"].sum()) == profiler_files.busy_ns()
     graphs = trace.gpu.filter(pl.col("kind") == "kernel")
@@ -163,7 +163,7 @@ def test_launches_of_graphs_count_where_their_nodes_were_not_recorded(tmp_path: 
     assert graphs["launch"].null_count() == 0
 
 
-def test_ranges_without_an_end_are_counted_and_environments_are_not_read(tmp_path: Path) -> None:
+def test_endless_ranges_are_counted_and_environment_is_unread(tmp_path: Path) -> None:
     path = profiler_files.nsys(tmp_path / "a.sqlite")
     trace = read_trace(str(path))
     assert trace.meta.events_dropped == {"ranges without an end": 1}
@@ -188,7 +188,7 @@ def test_steps_may_be_named(tmp_path: Path, pattern: str, steps: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["nothing like it", "iter(", "a:b"])
-def test_steps_that_are_not_there_are_one_line(
+def test_missing_steps_are_one_line_error(
     tmp_path: Path, pattern: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = profiler_files.nsys(tmp_path / "a.sqlite")
@@ -196,7 +196,7 @@ def test_steps_that_are_not_there_are_one_line(
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-def test_without_ranges_the_sequence_of_device_work_gives_the_steps(tmp_path: Path) -> None:
+def test_steps_are_found_from_device_work_without_ranges(tmp_path: Path) -> None:
     path = profiler_files.nsys(tmp_path / "a.sqlite")
     with sqlite3.connect(path) as db:
         db.execute("DROP TABLE NVTX_EVENTS")
@@ -264,7 +264,7 @@ def test_the_framework_of_a_program_is_found(
 
 
 @pytest.mark.parametrize("suffix", [".nsys-rep", ".qdrep"])
-def test_a_report_is_exported_where_nsys_is_installed_else_the_command_is_reported(
+def test_report_is_exported_by_nsys_or_shows_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
     report = tmp_path / f"run{suffix}"
@@ -314,7 +314,7 @@ def test_views_triggers_and_unusual_values_have_no_effect(tmp_path: Path) -> Non
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.sqlite"]
 
 
-def test_a_database_of_something_else_is_one_line(tmp_path: Path) -> None:
+def test_foreign_database_is_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "notes.sqlite"
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE notes (text)")
@@ -376,7 +376,7 @@ def device_spans(path: str, device: int, *, is_recorded: bool = False) -> list[t
 
 
 @pytest.mark.parametrize("name", NSYS)
-def test_kernels_copies_busy_time_and_gaps_are_those_of_sql(shared_file: Found, name: str) -> None:
+def test_kernels_copies_busy_time_and_gaps_match_sql(shared_file: Found, name: str) -> None:
     path = shared_file(name)
     run = open_run(path)
     assert len(run.ranks) == NSYS[name]
@@ -523,14 +523,14 @@ def test_a_program_in_c_is_bound_by_its_transfers(shared_file: Found) -> None:
     assert "DataLoader(" not in str(report_text)
 
 
-def test_a_file_without_device_work_says_so_in_a_line(shared_file: Found) -> None:
+def test_file_without_device_work_is_one_line_error(shared_file: Found) -> None:
     report = advisor.analyze(shared_file("nsys/209de58_baseline.sqlite"))
     assert report.verdict.startswith("No GPU work was recorded. The machine has NVIDIA TITAN RTX:")
     assert "on a machine with a GPU" not in report.verdict
     assert not report.findings
 
 
-def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -> None:
+def test_ranges_alone_give_steps_and_their_parts(shared_file: Found) -> None:
     """304 rounds of six ranges, one behind the other."""
     path = shared_file("nsys/209de58_baseline.sqlite")
     report = advisor.analyze(path)
@@ -552,7 +552,7 @@ def test_ranges_alone_tell_the_steps_and_what_they_go_into(shared_file: Found) -
     assert shares == pytest.approx({k: ns / (last - first) for k, ns in sql_rows.items()}, rel=0.02)
 
 
-def test_rounds_are_whole_wherever_the_recording_begins_and_chance_is_not_a_round(
+def test_rounds_are_whole_and_chance_repetition_is_no_round(
     tmp_path: Path,
 ) -> None:
     def steps(names: str) -> list[tuple[str, int]]:
@@ -614,7 +614,7 @@ def test_two_recordings_are_compared(
     capsys.readouterr()
 
 
-def test_rpd_is_what_sql_says(shared_file: Found) -> None:
+def test_rpd_figures_match_sql(shared_file: Found) -> None:
     path = shared_file("rocprof/matmul_result.rpd")
     trace = read_trace(path)
     sql_rows = dict(
@@ -637,7 +637,7 @@ def test_rpd_is_what_sql_says(shared_file: Found) -> None:
     assert trace.counters.height == 15
 
 
-def test_migrations_and_faults_of_unified_memory_are_read_and_judged(tmp_path: Path) -> None:
+def test_unified_memory_migrations_and_faults_are_read(tmp_path: Path) -> None:
     # as NVIDIA's schema reference has the tables: no real file with migrations was at hand
     path = profiler_files.nsys(tmp_path / "a.sqlite")
     _, _, work = profiler_files.program()

@@ -51,7 +51,7 @@ def test_a_range_opened_in_enter_holds_what_follows() -> None:
     }
 
 
-def test_a_range_that_ends_a_little_late_stays_inside_its_function() -> None:
+def test_range_ending_late_stays_inside_its_function() -> None:
     parent_rows = parents(
         event("python_function", "loop", 0, 1000),
         event("python_function", "work", 10, 500),
@@ -64,7 +64,7 @@ def test_a_range_that_ends_a_little_late_stays_inside_its_function() -> None:
     assert parent_rows["next"] == "loop"
 
 
-def test_another_threads_range_is_none_of_its_business() -> None:
+def test_range_of_another_thread_is_ignored() -> None:
     other = {**event("user_annotation", "range", 30, 850), "tid": 2}
     parent_rows = parents(
         event("python_function", "frame", 20, 40), other, event("cpu_op", "aten::mm", 32, 38)

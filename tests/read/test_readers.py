@@ -112,7 +112,7 @@ def test_the_toy_reader_is_as_short_as_was_promised() -> None:
     assert len(TOY.strip().splitlines()) <= 60
 
 
-def test_times_are_whole_nanoseconds_and_stacks_and_launches_are_found(path: Path) -> None:
+def test_reader_gives_nanoseconds_stacks_and_launches(path: Path) -> None:
     trace = read_trace(str(path))
     assert (trace.meta.format, trace.meta.start_ns, trace.meta.clock) == ("toy", START, "unix")
     assert trace.meta.events_read == STEPS * 23
@@ -136,7 +136,7 @@ def test_advice_on_recording_is_for_its_tool(path: Path) -> None:
     assert mark_steps("toy", None).startswith("put toy_mark() around each step")
 
 
-def test_traces_of_a_custom_reader_are_analyzed_replayed_and_explored_like_others(
+def test_traces_of_a_custom_reader_work_in_every_command(
     path: Path,
 ) -> None:
     report = advisor.analyze(path)
@@ -155,7 +155,7 @@ def test_traces_of_a_custom_reader_are_analyzed_replayed_and_explored_like_other
     assert result.edits[1].selected == STEPS
 
 
-def test_the_export_is_a_trace_of_the_profiler_with_the_same_rows(
+def test_export_is_a_profiler_trace_with_the_same_rows(
     path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from advisor.cli import run
@@ -198,7 +198,7 @@ def test_a_folder_and_packed_files_of_it_are_found(path: Path, tmp_path: Path) -
     assert run.problems == ()
 
 
-def test_an_unknown_format_gets_one_line_with_the_way_to_the_formats(
+def test_unknown_format_error_points_to_the_formats(
     toy: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     see = "'advisor analyze --help' lists the formats"
@@ -222,7 +222,7 @@ def test_an_unknown_format_gets_one_line_with_the_way_to_the_formats(
         ("host.with_columns(", 'host.drop("name").with_columns('),
     ],
 )
-def test_a_reader_that_fails_is_one_line(
+def test_failing_reader_is_one_line_error(
     toy: None, tmp_path: Path, fault: str, message: str
 ) -> None:
     (tmp_path / "site" / "toy_reader.py").write_text(TOY.replace(fault, message))
@@ -230,7 +230,7 @@ def test_a_reader_that_fails_is_one_line(
         read_bytes(table().encode(), "x.csv")
 
 
-def test_a_reader_that_gives_no_trace_is_one_line(toy: None, tmp_path: Path) -> None:
+def test_reader_without_a_trace_is_one_line_error(toy: None, tmp_path: Path) -> None:
     (tmp_path / "site" / "toy_reader.py").write_text(
         TOY.replace("return build_trace", "build_trace")
     )
@@ -335,7 +335,7 @@ def test_rows_without_sane_times_are_left_out_and_counted(
         ({"name": None}, "lacks the column 'name'"),
     ],
 )
-def test_a_reader_whose_table_is_none_gets_an_error_that_names_it(
+def test_invalid_reader_table_is_named_in_the_error(
     change: dict[str, str | None], message: str
 ) -> None:
     row = {"ts": 1, "dur": 1, "kind": "op", "name": "f", "thread": "a", **change}
@@ -344,7 +344,7 @@ def test_a_reader_whose_table_is_none_gets_an_error_that_names_it(
         build_trace(TraceMeta(path="x"), host=host)
 
 
-def test_a_file_without_a_usable_row_is_one_line() -> None:
+def test_a_file_without_a_usable_row_is_one_line_error() -> None:
     with pytest.raises(AdvisorError, match=r"^x: no usable event in it; record the trace again$"):
         build_trace(TraceMeta(path="x"), host=None)
 

@@ -100,7 +100,7 @@ def test_times_are_the_files(trace_and_events: tuple[Trace, list[dict[str, Any]]
     assert trace.meta.clock == "unix"
 
 
-def test_launches_and_ops_are_those_of_a_plain_reading(
+def test_launches_and_operators_match_a_plain_reading(
     trace_and_events: tuple[Trace, list[dict[str, Any]]],
 ) -> None:
     trace, events = trace_and_events

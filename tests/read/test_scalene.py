@@ -78,7 +78,7 @@ def test_lines_are_sorted_and_small_ones_left_out(tmp_path: Path) -> None:
         '{"files": {"a": {"lines": [{"n_cpu_percent_python": "\\ud800"}]}}}',
     ],
 )
-def test_a_file_that_is_no_profile_is_one_line(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_profile_is_one_line_error(tmp_path: Path, text: str) -> None:
     file = tmp_path / "scalene.json"
     file.write_text(text)
     with pytest.raises(AdvisorError, match="not a Scalene profile"):
@@ -99,7 +99,7 @@ def test_numbers_out_of_range_count_for_nothing(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_give_lines_or_one_error(tmp_path_factory: Any, data: bytes) -> None:
+def test_arbitrary_bytes_give_lines_or_one_error(tmp_path_factory: Any, data: bytes) -> None:
     file = tmp_path_factory.mktemp("s") / "scalene.json"
     file.write_bytes(data)
     try:
@@ -134,7 +134,7 @@ def test_the_loaders_finding_names_the_line_in_the_dataset(tmp_path: Path) -> No
         assert "train.py:11" in text and "values.append" in text
 
 
-def test_a_damaged_profile_is_reported_and_costs_nothing_else(tmp_path: Path) -> None:
+def test_damaged_profile_is_reported_beside_the_full_report(tmp_path: Path) -> None:
     report = analyze(recorded(tmp_path, "{]"), Options(config={}))
     assert report.hot_lines == []
     assert any("not a Scalene profile" in limit for limit in report.limits)

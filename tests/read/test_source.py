@@ -110,7 +110,7 @@ def test_blocks_stay_small_however_much_a_byte_unpacks_to() -> None:
 # -- damage -------------------------------------------------------------------------------------
 
 
-def test_a_gzip_cut_anywhere_gives_a_prefix_and_says_so() -> None:
+def test_gzip_cut_anywhere_gives_a_reported_prefix() -> None:
     packed = gzip.compress(TEXT[:3000])
     for cut in range(10, len(packed)):
         text, source = read(packed[:cut])
@@ -119,7 +119,7 @@ def test_a_gzip_cut_anywhere_gives_a_prefix_and_says_so() -> None:
         assert source.damage == "gzip that is cut off"
 
 
-def test_a_gzip_with_a_flipped_byte_gives_what_was_unpacked_before() -> None:
+def test_gzip_with_a_flipped_byte_gives_the_data_before_it() -> None:
     packed = bytearray(PACKINGS["gzip"])
     packed[len(packed) // 2] ^= 0xFF
     text, source = read(bytes(packed))
@@ -242,7 +242,7 @@ def test_a_tar_is_not_mistaken_for_a_trace() -> None:
     )  # the splitter names it: it may be in gzip
 
 
-def test_an_empty_file_is_one() -> None:
+def test_empty_file_is_reported() -> None:
     assert message(b"") == "x: the file is empty; record the trace again"
 
 

@@ -305,11 +305,11 @@ GIVE = "give a PyTorch profiler trace"
         ),
     ],
 )
-def test_a_file_that_is_no_trace_gets_a_line_of_its_own(text: bytes, expected: str) -> None:
+def test_file_that_is_no_trace_has_its_own_error(text: bytes, expected: str) -> None:
     assert message(text) == expected
 
 
-def test_a_gzip_of_which_nothing_can_be_unpacked_is_reported() -> None:
+def test_unreadable_gzip_is_reported() -> None:
     packed = bytearray(gzip.compress(json.dumps({"traceEvents": EVENTS}).encode()))
     packed[10:] = b"\xff" * 40
     assert message(bytes(packed)).startswith("damaged gzip (")
@@ -484,13 +484,13 @@ def test_the_first_of_concatenated_traces_is_read(between: bytes) -> None:
     assert not split_text(layouts(PLAIN[:30])["compact"])[1].followed
 
 
-def test_an_execution_trace_is_reported_as_one() -> None:
+def test_execution_trace_is_recognized() -> None:
     text = message(b'{"schema": "1.1.1", "pid": 1, "nodes": [], "finish_ts": 1}')
     assert text.startswith("an execution trace (ExecutionTraceObserver)")
 
 
 @pytest.mark.parametrize("text", ['{"child_paths": {}}', '{"num_warps": 4, "num_stages": 3}'])
-def test_a_file_of_tritons_cache_is_reported_as_one(text: str) -> None:
+def test_triton_cache_file_is_recognized(text: str) -> None:
     assert message(text.encode()).startswith("a file of Triton's cache of compiled kernels")
 
 

@@ -28,7 +28,7 @@ def test_rows_are_found_by_number_as_a_dictionary_finds_them(gaps: bool) -> None
     assert row == [None if n is None else values.get(n) for n in wanted]
 
 
-def test_the_first_of_rows_with_one_number_counts_and_no_rows_have_none() -> None:
+def test_first_row_of_a_number_counts() -> None:
     rows = Numbered(pl.DataFrame({"id": [3, None, 3, 1], "value": ["a", "b", "c", "d"]}), "id")
     assert rows.at(pl.Series([3, 1, 2, None])).to_series().to_list() == ["a", "d", None, None]
     none = Numbered(pl.DataFrame(schema={"id": pl.Int64, "value": pl.String}), "id")
@@ -36,7 +36,7 @@ def test_the_first_of_rows_with_one_number_counts_and_no_rows_have_none() -> Non
 
 
 @pytest.mark.parametrize("key", ["INTEGER PRIMARY KEY", "INTEGER", "TEXT PRIMARY KEY"])
-def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, key: str) -> None:
+def test_stored_table_is_independent_of_its_row_layout(tmp_path: Path, key: str) -> None:
     path = tmp_path / "some.sqlite"
     with sqlite3.connect(path) as db:
         db.execute(f"CREATE TABLE texts (id {key}, text TEXT)")
@@ -56,7 +56,7 @@ def test_a_stored_table_says_the_same_however_its_rows_are_kept(tmp_path: Path, 
         assert not db.damaged
 
 
-def test_a_table_that_is_kept_as_a_whole_says_the_same_and_one_that_is_not_there_nothing(
+def test_cached_and_missing_tables(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "some.sqlite"
@@ -77,7 +77,7 @@ def test_a_table_that_is_kept_as_a_whole_says_the_same_and_one_that_is_not_there
         assert lost.at(wanted, ["twice"])["twice"].null_count() == len(wanted)
 
 
-def test_a_table_without_rows_has_the_columns_that_are_made_of_rows(tmp_path: Path) -> None:
+def test_empty_table_has_derived_columns(tmp_path: Path) -> None:
     path = tmp_path / "none.sqlite"
     with sqlite3.connect(path) as db:
         db.execute("CREATE TABLE stamps (id INTEGER PRIMARY KEY, value)")

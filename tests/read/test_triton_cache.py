@@ -192,7 +192,7 @@ def steps(
     return b
 
 
-def test_beside_a_trace_the_kernel_that_spills_and_takes_time_is_first(
+def test_slow_spilling_kernel_is_first_with_a_trace(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = steps(900).write(tmp_path / "trace.json")
@@ -230,7 +230,7 @@ def test_a_trace_of_another_program_has_none_of_the_kernels(
     assert "spills 616 B" not in text  # no advice on what the program does not run
 
 
-def test_launches_that_two_compilations_share_are_of_neither() -> None:
+def test_launches_shared_by_two_compilations_belong_to_neither() -> None:
     b = steps(900)
     for local in (0, 616):
         b.compiled_kernel("matmul_kernel", threads=64, shared=10240, local=local, spilled=local)

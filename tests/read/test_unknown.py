@@ -91,7 +91,7 @@ def refusal(path: Path) -> str:
         if not packed or kind not in KNOWN_BY_NAME
     ],
 )
-def test_each_is_named_with_what_to_do(kind: str, packed: bool, tmp_path: Path) -> None:
+def test_unknown_formats_are_named_with_a_remedy(kind: str, packed: bool, tmp_path: Path) -> None:
     name, content, what, cure = FILES[kind]
     data = content if isinstance(content, bytes) else (
         content if isinstance(content, str) else json.dumps(content, indent=1)
@@ -121,7 +121,7 @@ def test_a_profile_of_nvprof_is_not_taken_for_one_of_nsys(tmp_path: Path) -> Non
     assert "nvprof" in line and "nsys profile" in line
 
 
-def test_the_xplane_wins_over_what_was_made_of_it(tmp_path: Path) -> None:
+def test_xplane_precedes_its_derived_files(tmp_path: Path) -> None:
     folder = "logs/plugins/profile/2026_01_01"
     xplane, torch = f"{folder}/host0.xplane.pb", f"{folder}/host.1.pt.trace.json"
     copies = [f"{folder}/host0.trace.json.gz", f"{folder}/perfetto_trace.json.gz"]

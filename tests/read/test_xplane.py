@@ -48,7 +48,7 @@ def jax_file(tmp_path: Path) -> Path:
 # -- the decoder ----------------------------------------------------------------------------------
 
 
-def test_numbers_are_decoded_as_they_are_one_by_one() -> None:
+def test_number_decoding_equals_decoding_one_by_one() -> None:
     chance = random.Random(1)
     values = [0, 1, 127, 128, 2**32, 2**56 - 1, 2**56, 2**63, 2**64 - 1]
     values += [chance.getrandbits(chance.randrange(1, 65)) for _ in range(500)]
@@ -60,7 +60,7 @@ def test_numbers_are_decoded_as_they_are_one_by_one() -> None:
     assert sound.all()
 
 
-def test_fields_are_those_that_a_field_by_field_reading_finds() -> None:
+def test_fields_equal_a_field_by_field_reading() -> None:
     chance = random.Random(2)
     messages = []
     for _ in range(300):
@@ -93,7 +93,7 @@ def test_fields_are_those_that_a_field_by_field_reading_finds() -> None:
 # -- what is in a file ----------------------------------------------------------------------------
 
 
-def test_device_work_of_a_real_file_is_what_a_field_by_field_reading_sums_up() -> None:
+def test_device_work_equals_a_field_by_field_sum() -> None:
     path = Path(public_file("xla/tf_gpu_multi_worker.xplane.pb.gz"))
     trace = read_trace(str(path))
     events = w.device_events(gzip.decompress(path.read_bytes()))
@@ -140,7 +140,7 @@ def test_device_work_of_a_real_file_is_what_a_field_by_field_reading_sums_up() -
     assert dict(result.iter_rows()) == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_gpu_is_known_by_what_its_plane_tells() -> None:
+def test_gpu_is_identified_from_its_plane() -> None:
     trace = read_bytes(w.jax_training(), "host.xplane.pb")
     device = trace.meta.devices[0]
     assert device.name == "Tesla V100-SXM2-16GB"
@@ -180,9 +180,7 @@ def test_without_marks_a_step_is_the_period_of_the_program() -> None:
     assert a.steps.source == "program"
 
 
-def test_steps_that_the_profiler_derived_on_the_gpu_are_used_where_nothing_else_marks_them() -> (
-    None
-):
+def test_derived_gpu_steps_are_used_without_marked_steps() -> None:
     """The file's line ``Steps`` of GPU 6: one of 21.310352 ms, in which 14.9 ms are kernels; copies
     reach back to 469 ms before it."""
     path = public_file("xla/tf_gpu_multi_worker.xplane.pb.gz")
@@ -227,7 +225,7 @@ def test_a_python_frame_is_reported_as_other_profilers_do() -> None:
 
 
 @pytest.mark.parametrize("name", ["PjitFunction(f)", "ExecutorState::Process", "my_loop"])
-def test_the_framework_is_identified_by_what_it_leaves(name: str) -> None:
+def test_framework_is_identified_by_its_events(name: str) -> None:
     host = w.Plane("/host:CPU")
     host.line("python").event(name, 0, 1000)
     known = {"PjitFunction(f)": "jax", "ExecutorState::Process": "tensorflow"}
@@ -307,7 +305,7 @@ def test_a_wait_for_xla_and_a_compilation_are_not_python_code(
     [("backend_compile_and_load", "jax_explain_cache_misses"),
      ("tf.function-graph_building", "reduce_retracing")],
 )  # fmt: skip
-def test_a_step_that_compiles_each_time_is_reported_as_such_in_the_framework_s_words(
+def test_compiling_in_each_step_is_reported_in_framework_terms(
     name: str, words: str, tmp_path: Path
 ) -> None:
     host = w.Plane("/host:CPU")
@@ -328,9 +326,7 @@ def test_a_step_that_compiles_each_time_is_reported_as_such_in_the_framework_s_w
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_loop_that_does_not_wait_for_its_work_is_reported_as_such(
-    waits: bool, tmp_path: Path
-) -> None:
+def test_loop_without_device_waits_is_reported(waits: bool, tmp_path: Path) -> None:
     """Twenty steps that take 20 us to hand 3 ms of work to another thread."""
     host = w.Plane("/host:CPU")
     python, pool = host.line("python"), host.line("tf_XLAEigen/7")
@@ -348,7 +344,7 @@ def test_a_loop_that_does_not_wait_for_its_work_is_reported_as_such(
     assert waits or "block_until_ready" in limits[0]
 
 
-def test_a_wait_that_begins_in_a_call_of_the_loop_is_whole_behind_it() -> None:
+def test_wait_starting_in_a_loop_call_is_counted_after_it() -> None:
     """``FunctionRun`` returns 0.5 ms after another thread began to ask for the batch."""
     host = w.Plane("/host:CPU")
     python, pool = host.line("python3"), host.line("tf_data_iterator_get_next/7")
@@ -396,7 +392,7 @@ def test_a_packed_file_is_the_same(tmp_path: Path) -> None:
     assert read_trace(str(packed)).gpu.equals(trace.gpu)
 
 
-def test_the_timeline_beside_it_says_the_same(tmp_path: Path) -> None:
+def test_timeline_file_agrees_with_the_xplane(tmp_path: Path) -> None:
     """``trace.json.gz``, which the profiler derives from the XPlane file."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
@@ -467,7 +463,7 @@ def _resnet(kind: str) -> bytes:
     return bytes(w.space(host, gpu))
 
 
-def test_the_input_bound_resnet_is_reported_as_waiting_for_its_input(tmp_path: Path) -> None:
+def test_input_bound_resnet_waits_for_its_input(tmp_path: Path) -> None:
     path = tmp_path / "input.xplane.pb"
     path.write_bytes(_resnet("input"))
     report = analyze(str(path), Options(config={}))
@@ -509,7 +505,7 @@ PYTORCHS = re.compile(r"ProfilerStep|data loader|DataLoader", re.I)
 
 
 @pytest.mark.parametrize("form", ["terminal", "markdown", "github", "sarif", "html", "json"])
-def test_steps_and_the_input_pipeline_have_the_frameworks_own_names(
+def test_steps_and_input_pipeline_have_framework_names(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, faster = tmp_path / "input.xplane.pb", tmp_path / "compute.xplane.pb"

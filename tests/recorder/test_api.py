@@ -187,7 +187,7 @@ def test_steps_of_a_loader_are_its_batches(tmp_path: Path, training: Any) -> Non
     assert record.steps[0].samples == 2
 
 
-def test_steps_where_nothing_is_learnt(tmp_path: Path, training: Any) -> None:
+def test_steps_without_training_are_recorded(tmp_path: Path, training: Any) -> None:
     with advisor.record(str(tmp_path / "run"), **QUIET) as rec:
         for _ in rec.steps(training.loader(5)):
             time.sleep(0.001)
@@ -232,7 +232,7 @@ def test_names_made_up_for_each_step_do_not_grow_without_end(tmp_path: Path, tra
     check_sums(only_rank(tmp_path / "run"))
 
 
-def test_outside_a_recording_nothing_happens(training: Any) -> None:
+def test_api_does_nothing_outside_a_recording(training: Any) -> None:
     advisor.step()
     with advisor.phase("forward"):
         training.learn(BATCH)
@@ -362,7 +362,7 @@ def test_a_decorated_loop_at_a_prompt_ends_its_recording(
         ("from source", True),
     ],
 )
-def test_a_torch_that_is_too_old_is_one_clear_line(
+def test_too_old_torch_is_one_line_error(
     version: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
@@ -373,7 +373,7 @@ def test_a_torch_that_is_too_old_is_one_clear_line(
     ]
 
 
-def test_the_oldest_torch_is_the_one_that_is_declared() -> None:
+def test_oldest_supported_torch_matches_the_metadata() -> None:
     from advisor.recorder.options import OLDEST_TORCH
 
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()

@@ -126,7 +126,7 @@ def test_an_interrupt_stops_the_profiler(tmp_path: Path) -> None:
             assert _paths(engine)[-1] == "/stop_profile"
 
 
-def test_a_stop_that_fails_is_asked_for_again() -> None:
+def test_failed_stop_is_retried() -> None:
     with serving("vllm", refuse=2) as engine:
         attach.attach(engine.url, 0.05)
         assert not engine.profiles

@@ -55,7 +55,7 @@ def test_an_optimizer_fused_into_the_backward(program: Any, tmp_path: Path) -> N
     assert all(step.phases.keys() >= {"forward", "backward"} for step in record.steps)
 
 
-def test_a_loop_whose_steps_end_inside_has_no_window_and_that_is_reported(
+def test_loop_ending_steps_inside_has_a_reported_lack_of_window(
     training: Any, tmp_path: Path
 ) -> None:
     """A whole training inside the call of a module."""

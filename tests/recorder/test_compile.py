@@ -70,7 +70,9 @@ def train(what: str, backend: Any, steps: int = 6) -> list[float]:
 
 
 @pytest.mark.parametrize("what", ["module", "in place", "submodule", "function"])
-def test_one_graph_and_no_break(what: str, counting_backend: Any, tmp_path: Path) -> None:
+def test_program_of_one_graph_has_no_breaks(
+    what: str, counting_backend: Any, tmp_path: Path
+) -> None:
     from torch._dynamo.utils import counters
 
     plain = counting_backend()
@@ -114,7 +116,7 @@ def test_hooks_that_come_and_go_cause_no_recompilation(
 
 
 @pytest.mark.parametrize("how", ["zero first", "zero last", "no loader", "accumulation"])
-def test_steps_of_an_optimizer_that_is_compiled(
+def test_compiled_optimizer_steps_are_counted(
     how: str, counting_backend: Any, record_run: Any, training: Any
 ) -> None:
     step = torch.compile(training.optimizer.step, backend="eager")
@@ -228,7 +230,7 @@ def test_breaks_and_guards_are_in_the_run(no_compile_settings: None, tmp_path: P
     assert len(text) < 30_000
 
 
-def test_the_users_own_trace_is_left_alone(
+def test_user_trace_is_unchanged(
     no_compile_settings: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_TRACE", str(tmp_path / "theirs"))
@@ -241,7 +243,7 @@ def test_compile_logging_can_be_switched_off(no_compile_settings: None, tmp_path
     assert not (tmp_path / "run" / "rank0" / COMPILE_LOG).exists()
 
 
-def test_records_that_are_not_kept_are_not_made(no_compile_settings: None) -> None:
+def test_unused_records_are_not_created(no_compile_settings: None) -> None:
     from torch._logging import trace_structured
 
     records: list[str] = []

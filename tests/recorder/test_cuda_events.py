@@ -95,7 +95,7 @@ def test_device_times_of_phases_add_up_to_the_step(
         assert {"forward", "backward", "optimizer"} <= set(step.gpu)
 
 
-def test_steps_that_are_short_are_timed_a_few_times_a_second(
+def test_short_steps_are_timed_a_few_times_per_second(
     training: Any, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events cost some microseconds each: what is spent on them a second has a bound."""
@@ -111,7 +111,7 @@ def test_steps_that_are_short_are_timed_a_few_times_a_second(
     assert device.recorded <= 20 * (10 * seconds + 1)  # of two steps, each with four phases
 
 
-def test_all_steps_that_are_long_are_timed(
+def test_every_long_step_is_timed(
     training: Any, tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watchers, "LONG_STEP_NS", 20_000_000)
@@ -161,7 +161,7 @@ def test_steps_of_inference_are_timed(tmp_path: Path, device: Device, loader: bo
 
 
 @pytest.mark.parametrize(("slower", "state"), [(1.0, "stopped"), (20.0, "done")])
-def test_a_host_that_runs_ahead_of_the_device_does_not_say_that_a_window_is_slow(
+def test_host_running_ahead_does_not_mark_a_window_as_slow(
     training: Any, tmp_path: Path, device: Device, slower: float, state: str
 ) -> None:
     """The host's steps differ where the device is behind, profiled or not, for the host waits in
@@ -180,7 +180,7 @@ def test_a_host_that_runs_ahead_of_the_device_does_not_say_that_a_window_is_slow
     assert [event["state"] for event in windows] == ["open", state]
 
 
-def test_events_are_touched_in_the_training_thread_alone(
+def test_cuda_events_are_used_in_the_training_thread_only(
     training: Any, tmp_path: Path, device: Device
 ) -> None:
     """A query in another thread would end a graph's capture with an error."""
@@ -194,7 +194,7 @@ def test_events_are_touched_in_the_training_thread_alone(
     assert any(step.gpu for step in only_rank(tmp_path / "run").steps)
 
 
-def test_nothing_is_asked_of_the_device_while_a_graph_is_captured(
+def test_device_is_not_queried_during_graph_capture(
     training: Any, tmp_path: Path, device: Device
 ) -> None:
     with Recorder(str(tmp_path / "run"), **QUIET):

@@ -37,7 +37,7 @@ print("trained")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [80 << 10, pytest.param(16 << 10, marks=pytest.mark.thorough)])
-def test_a_full_disk_is_said_once_and_leaves_nothing(
+def test_full_disk_is_reported_once_and_leaves_no_file(
     size: int, program: Any, tmp_path: Path
 ) -> None:
     """A limit on the size of files stands for the disk: first the trace meets it, or the steps."""

@@ -104,7 +104,7 @@ def test_the_two_anchors_are_one_instant() -> None:
     assert abs((unix - perf) - offset) < 50_000_000
 
 
-def test_nothing_is_imported_and_cuda_is_not_initialised() -> None:
+def test_environment_imports_no_module_and_initializes_no_cuda() -> None:
     code = (
         "import sys\n"
         "from advisor.recorder.environment import build_manifest, rank_info\n"
@@ -132,7 +132,7 @@ def test_flags_of_torch_are_as_torch_has_them() -> None:
     assert "autocast" not in environment.read_flags()
 
 
-def test_a_torch_that_objects_to_every_question_costs_only_its_flags(
+def test_failing_torch_queries_cost_only_the_torch_flags(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class BrokenModule:
@@ -181,7 +181,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are not forked here")
-def test_git_is_asked_without_a_pipe_that_a_forked_worker_would_keep_open(
+def test_git_query_leaves_no_pipe_to_forked_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pipe() -> None:
@@ -218,7 +218,7 @@ def _no_git(*_: object, **__: object) -> None:
     raise FileNotFoundError("git")
 
 
-def test_outside_a_repository_nothing_is_reported(tmp_path: Path) -> None:
+def test_no_commit_is_reported_outside_a_repository(tmp_path: Path) -> None:
     assert environment.git_state(tmp_path) == (None, None)
 
 

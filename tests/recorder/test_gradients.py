@@ -37,7 +37,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 3))
 
 
-def test_a_base_that_is_not_frozen_is_found_with_its_modules() -> None:
+def test_untrained_base_is_found_with_its_unused_gradients() -> None:
     model = net()
     watch, reports = watch_modules(model)
     train(model, torch.optim.SGD(model[2].parameters(), 1e-3))
@@ -48,7 +48,7 @@ def test_a_base_that_is_not_frozen_is_found_with_its_modules() -> None:
     assert [n < 0 for n in reports[0]["order"]] == [True] * 4 + [False] * 2
 
 
-def test_a_model_of_which_nothing_is_trained_is_named_by_its_class() -> None:
+def test_untrained_model_is_named_by_its_class() -> None:
     class Teacher(nn.Sequential):
         pass
 
@@ -68,7 +68,7 @@ def test_a_model_of_which_nothing_is_trained_is_named_by_its_class() -> None:
     assert [event["models"] for event in reports] == [[]]
 
 
-def test_a_frozen_base_and_a_whole_training_are_silent_and_the_hook_is_gone() -> None:
+def test_frozen_base_and_full_training_give_no_warning() -> None:
     before = len(optim._global_optimizer_pre_hooks)
     trainable, frozen = net(), net()
     frozen[0].requires_grad_(False)
@@ -79,7 +79,7 @@ def test_a_frozen_base_and_a_whole_training_are_silent_and_the_hook_is_gone() ->
         assert len(optim._global_optimizer_pre_hooks) == before
 
 
-def test_an_optimizer_that_steps_later_corrects_what_was_said() -> None:
+def test_later_optimizer_step_corrects_the_record() -> None:
     model = net()
     often, seldom = (torch.optim.SGD(model[n : n + 2].parameters(), 1e-3) for n in (0, 2))
     watch, reports = watch_modules(model)
@@ -89,7 +89,7 @@ def test_an_optimizer_that_steps_later_corrects_what_was_said() -> None:
     assert [event["unused"] for event in reports] == [2, 0]
 
 
-def test_gradients_left_over_and_weights_updated_by_hand_do_not_count() -> None:
+def test_leftover_gradients_and_manual_updates_are_ignored() -> None:
     model = net()
     train(model, steps=1)
     model[0].weight.grad, model[0].bias.grad = torch.ones(8, 4), torch.ones(8)
@@ -115,7 +115,7 @@ def test_copies_in_another_precision_are_not_a_reason_to_speak() -> None:
     assert reports == []
 
 
-def test_nothing_is_kept_alive() -> None:
+def test_gradient_tracking_keeps_no_references() -> None:
     model = net()
     watch, _ = watch_modules(model)
     optimizer = torch.optim.SGD(model[2].parameters(), 1e-3)
@@ -146,7 +146,7 @@ def train_gan(*, detach: bool = False, to_none: bool = True) -> Reports:
     return reports
 
 
-def test_gradients_that_are_dropped_before_their_optimizer_steps_are_found() -> None:
+def test_gradients_dropped_before_the_optimizer_step_are_found() -> None:
     before = len(optim._global_optimizer_pre_hooks)
     (reports,) = train_gan()
     (only,) = reports["passes"]  # that of the discriminator's loss

@@ -76,9 +76,7 @@ def test_overrides_see_the_original_method(training: Any, tmp_path: Path) -> Non
             training.learn((torch.randn(2, 4), torch.randn(2, 1)))
 
 
-def test_a_model_that_holds_what_is_replaced_is_copied_and_saved(
-    training: Any, tmp_path: Path
-) -> None:
+def test_model_holding_patched_functions_can_be_saved(training: Any, tmp_path: Path) -> None:
     def model_with_replaced_functions() -> Any:
         model = torch.nn.Linear(1, 1)
         model.held = [  # type: ignore[assignment]
@@ -182,7 +180,7 @@ def test_out_of_memory_is_reported_and_goes_on(training: Any, tmp_path: Path) ->
     assert oom["snapshot"] is None  # no GPU, no allocator
 
 
-def test_the_second_recorder_does_nothing_and_says_so(
+def test_second_recorder_warns_and_does_nothing(
     training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     inner = Recorder(str(tmp_path / "inner"), **QUIET)
@@ -207,7 +205,7 @@ def test_two_runs_never_share_a_directory(training: Any, tmp_path: Path) -> None
         assert len(only_rank(path).steps) == 2
 
 
-def test_a_directory_that_cannot_be_written_costs_one_warning(
+def test_unwritable_directory_gives_one_warning(
     training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -221,7 +219,7 @@ def test_a_directory_that_cannot_be_written_costs_one_warning(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_full_disk_costs_one_warning_and_keeps_what_was_written(
+def test_full_disk_gives_one_warning_and_keeps_written_data(
     training: Any,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -265,7 +263,7 @@ def in_a_dictionary(samples: list[Any]) -> dict[str, Any]:
     return {"x": torch.stack(x), "y": torch.stack(y)}
 
 
-def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
+def test_failing_hook_ends_only_the_recording(
     training: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorder = Recorder(str(tmp_path / "run"), **QUIET)
@@ -283,7 +281,7 @@ def test_a_hook_that_fails_ends_the_recording_and_not_the_training(
     assert record.events_of("error")
 
 
-def test_switched_off_it_is_not_there(
+def test_disabled_recorder_patches_nothing(
     training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADVISOR", "0")
@@ -405,9 +403,7 @@ def test_killed_at_any_moment_it_can_be_read(program: Any, tmp_path: Path) -> No
         assert result.stdout
 
 
-def test_warnings_name_the_lines_that_they_name_without_recording(
-    training: Any, tmp_path: Path
-) -> None:
+def test_warnings_name_the_same_lines_as_without_recording(training: Any, tmp_path: Path) -> None:
     """Whatever their stack level: our wrappers are no frames of the program."""
 
     def warn_at_all_levels(text: str) -> None:

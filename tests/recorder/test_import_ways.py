@@ -173,7 +173,7 @@ def test_torch_is_noticed_once(program_folder: Path, way: str) -> None:
     assert set(before) <= {"0"}
 
 
-def test_torch_that_is_not_imported_is_not_noticed(program_folder: Path) -> None:
+def test_recorder_is_silent_in_programs_without_torch(program_folder: Path) -> None:
     for way, source in NEVER.items():
         result = started(program_folder, source + "\nprint(seen())", recorded=True)
         assert (result.returncode, result.stdout, result.stderr) == (0, "0\n", ""), way
@@ -247,7 +247,7 @@ def test_a_program_sees_the_same_imports(program_folder: Path) -> None:
     assert sum("half-way" in line for line in seen[0]) == 2  # the line of code, and the error
 
 
-def test_a_module_of_the_users_that_is_called_advisor_stays_theirs(program_folder: Path) -> None:
+def test_user_module_named_advisor_is_kept(program_folder: Path) -> None:
     (program_folder / "advisor.py").write_text("print('mine')")
     try:
         result = started(

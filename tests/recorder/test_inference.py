@@ -207,7 +207,7 @@ def test_a_loop_that_follows_little_training_is_profiled(record: Any) -> None:
     assert sum(step.window is not None for step in rank_record.steps) >= 3
 
 
-def test_training_that_goes_on_after_a_validation_stays_a_training(record: Any) -> None:
+def test_training_continued_after_validation_is_training(record: Any) -> None:
     def program(t: Any) -> None:
         train_briefly(t)
         long_plain(t)
@@ -518,7 +518,7 @@ with torch.no_grad():
 """
 
 
-def test_layers_called_one_by_one_after_a_warm_up_are_profiled(tmp_path: Path) -> None:
+def test_layers_called_singly_after_warm_up_are_profiled(tmp_path: Path) -> None:
     record = _record_program(tmp_path, WARMED_UP)
     assert record.inference and 65 <= len(record.steps) <= 80
     first = next(event for event in record.events_of("window") if event["state"] != "open")

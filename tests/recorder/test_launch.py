@@ -83,7 +83,7 @@ def test_the_exit_code_is_the_programs(recorded_package: tuple[Path, Any]) -> No
     assert len(only_rank(folder / "run").steps) == 8
 
 
-def test_a_module_is_run_as_one(recorded_package: tuple[Path, Any]) -> None:
+def test_module_runs_with_relative_imports(recorded_package: tuple[Path, Any]) -> None:
     _, process = recorded_package
     assert process.stdout.splitlines()[0] == "relative ['--lr', '1']"
 
@@ -147,7 +147,7 @@ print(sorted(k for k in os.environ if "KINETO" in k), flush=True)
 """
 
 
-def test_nothing_of_ours_or_of_the_profilers_is_mixed_into_the_programs_output(
+def test_program_output_has_no_recorder_messages(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over several windows: the program's own lines in their order, then our last ones."""
@@ -351,7 +351,7 @@ def test_a_script_without_a_suffix_is_recorded(
         ((), "no PROGRAM is given: advisor record train.py, or for a server"),
     ],
 )
-def test_a_program_that_is_not_there(
+def test_missing_program_is_reported_without_traceback(
     program: Program, words: tuple[str, ...], complaint: str
 ) -> None:
     result = program("", before=(*RECORD, *words), after=("--",) if not words else ())
@@ -360,7 +360,7 @@ def test_a_program_that_is_not_there(
     assert "Traceback" not in result.stderr
 
 
-def test_a_window_is_asked_for_from_outside(tmp_path: Path) -> None:
+def test_window_can_be_requested_from_outside(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         LOOP + "import time\nwhile True:\n    step(); time.sleep(0.01); print(flush=True)"
@@ -414,9 +414,7 @@ def test_a_second_pass_under_scalene(program: Program, tmp_path: Path) -> None:
     assert hot[0]["n_cpu_percent_python"] > 0
 
 
-def test_a_program_that_fails_before_it_trains_gets_no_advice_on_marking_steps(
-    program: Any, tmp_path: Path
-) -> None:
+def test_program_failing_before_training_gets_no_step_advice(program: Any, tmp_path: Path) -> None:
     before = ("-m", "advisor", "record", "--no-report", "-o", "run")
     result = program("import torch\nnet = torch.nn.Linear(2, 2)\nnet(1)\n", before=before)
     assert result.returncode == 1
@@ -461,7 +459,7 @@ def test_paths_are_quoted_for_a_shell(tmp_path: Path, capfd: Any) -> None:
     )
 
 
-def test_a_window_of_a_run_that_has_ended_is_refused(tmp_path: Path) -> None:
+def test_window_request_for_an_ended_run_is_refused(tmp_path: Path) -> None:
     from advisor.cli import run as cli
 
     run = tmp_path / "run"
@@ -498,7 +496,7 @@ def test_options_behind_the_program_are_pointed_out(
     assert bool(warn_misplaced(words, OPTIONS)) == bool(expected)
 
 
-def test_a_report_of_a_recording_names_the_option_that_shows_lines() -> None:
+def test_report_names_the_option_for_source_lines() -> None:
     from advisor.advise.program_wording import how_to_record
     from advisor.core.trace import TraceMeta
 

@@ -52,7 +52,7 @@ class Job:
         return losses
 
 
-def test_forwards_are_timed_and_nothing_is_set_on_models(tmp_path: Path) -> None:
+def test_forwards_are_timed_without_model_attributes(tmp_path: Path) -> None:
     plain, job = Job().learn(30), Job()
     call, code = torch.nn.Module.__call__, torch.nn.Module.__call__.__code__
     before = [sorted(vars(module)) for module in job.net.modules()]

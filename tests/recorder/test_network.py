@@ -75,7 +75,7 @@ def test_the_log_and_the_topology_are_kept_and_analyzed(
     assert report is not None and report.gpu_links == {"NV12": 6} and report.ranks == 8
 
 
-def test_nothing_is_kept_where_nothing_was_asked_for(
+def test_network_files_are_not_kept_for_a_single_process(
     training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -85,7 +85,7 @@ def test_nothing_is_kept_where_nothing_was_asked_for(
 
 
 @pytest.mark.parametrize("script", ["exit 3", "sleep 60"])
-def test_a_tool_that_fails_or_hangs_delays_nobody(
+def test_failing_or_hanging_tool_does_not_delay_the_program(
     script: str, training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(framework_logs, "TOPOLOGY_SECONDS", 1.0)
@@ -94,7 +94,7 @@ def test_a_tool_that_fails_or_hangs_delays_nobody(
     assert not (folder / TOPOLOGY).exists()
 
 
-def test_a_log_that_cannot_be_kept_costs_the_log_alone(
+def test_unwritable_network_log_costs_only_the_log(
     training: Any, tools: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
@@ -102,7 +102,7 @@ def test_a_log_that_cannot_be_kept_costs_the_log_alone(
     assert not (record(training, tmp_path / "run") / NCCL_LOG).exists()
 
 
-def test_the_file_is_the_one_that_nccl_names() -> None:
+def test_log_file_follows_nccl_debug_file() -> None:
     name = framework_logs.log_file({"NCCL_DEBUG": "info", "NCCL_DEBUG_FILE": "/x/%h-%p.%%.log"})
     assert name == Path(f"/x/{socket.gethostname()}-{os.getpid()}.%.log")
     for env in (

@@ -18,7 +18,7 @@ def device(gpu: object) -> NvmlDevice:
     return NvmlDevice(FakeNvml(gpu), gpu)
 
 
-def test_no_package_no_driver_and_a_broken_driver_are_distinguished(
+def test_missing_package_or_driver_and_broken_driver_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
@@ -40,7 +40,7 @@ def test_an_open_nvml_is_given_back_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert module.users == 0
 
 
-def test_a_sample_has_what_the_driver_said_and_none_for_the_rest() -> None:
+def test_sample_has_driver_values_and_none_otherwise() -> None:
     gpu = device(healthy_gpu()).sample(slow=True)
     assert gpu is not None
     assert (gpu.utilisation, gpu.memory_used, gpu.memory_total) == (97, 30 << 30, 80 << 30)
@@ -70,7 +70,7 @@ def test_a_query_that_a_device_refuses_is_made_once(code: int) -> None:
     assert gpu.calls["utilisation"] == 1
 
 
-def test_a_passing_failure_is_asked_again_but_not_for_ever() -> None:
+def test_temporary_failure_is_retried_a_limited_time() -> None:
     gpu = healthy_gpu()
     gpu.errors["power"] = 999
     watched = device(gpu)
@@ -93,14 +93,14 @@ def test_one_refused_clock_does_not_hide_the_other() -> None:
         assert sample is not None and sample.sm_clock == 1700 and sample.memory_clock is None
 
 
-def test_an_older_driver_tells_throttle_reasons_by_their_old_name() -> None:
+def test_old_driver_gives_throttle_reasons_by_their_old_name() -> None:
     gpu = healthy_gpu(throttle_old=0x40)
     gpu.errors["throttle"] = 13
     sample = device(gpu).sample(slow=False)
     assert sample is not None and sample.throttle == 0x40
 
 
-def test_a_device_lost_in_mid_run_is_left_alone() -> None:
+def test_device_lost_during_a_run_is_not_queried_again() -> None:
     gpu = healthy_gpu()
     watched = device(gpu)
     assert watched.sample(slow=False) is not None
@@ -205,13 +205,13 @@ def test_process_numbers_of_another_container_say_nothing() -> None:
     assert sample is not None and sample.processes is None and sample.processes_bytes is None
 
 
-def test_memory_of_others_that_the_driver_hides_is_not_counted_as_none() -> None:
+def test_hidden_memory_of_other_processes_is_unknown() -> None:
     other = SimpleNamespace(pid=1, usedGpuMemory=None)
     sample = device(healthy_gpu(processes=[other])).sample(slow=True)
     assert sample is not None and (sample.processes, sample.processes_bytes) == (1, None)
 
 
-def test_pcie_bytes_come_from_counters_where_there_are_some() -> None:
+def test_pcie_bytes_come_from_available_counters() -> None:
     gpu = healthy_gpu(fields={197: 1000, 198: 5000})
     watched = device(gpu)
     first = watched.sample(slow=True)

@@ -69,9 +69,7 @@ def test_history_is_bounded_and_switched_off_at_the_end(
     assert names[1][1] == (None,)
 
 
-def test_the_programs_own_history_is_left_as_it_is(
-    cuda: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_memory_history_is_unchanged(cuda: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: True)
     oom, _ = make_hook(5000)
     oom.install()
@@ -92,7 +90,7 @@ def test_a_torch_that_cannot_is_reported_and_trains_on(
     assert "no memory history" in caplog.text
 
 
-def test_the_snapshot_is_the_one_of_the_failure(cuda: Calls, tmp_path: Path) -> None:
+def test_snapshot_is_taken_at_the_failure(cuda: Calls, tmp_path: Path) -> None:
     from advisor.read.formats.memory_snapshot.tables import read_snapshot
 
     oom, reports = make_hook(5000)

@@ -89,7 +89,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("name", UNSEEN)
-def test_nothing_is_taken_for_padding_that_is_none(record_run: Recorded, name: str) -> None:
+def test_other_values_are_not_taken_for_padding(record_run: Recorded, name: str) -> None:
     shares = [event["padding"] for event in record_run(UNSEEN[name]).events_of("padding")]
     assert all(share < 0.1 for share in shares)
 
@@ -163,7 +163,7 @@ def test_labels_are_read_where_a_sample_meets_the_loss(record_run: Recorded, ign
 
 
 @pytest.mark.timed
-def test_a_loss_that_ignores_nothing_is_recorded_so(record_run: Recorded) -> None:
+def test_loss_without_ignored_labels_is_recorded(record_run: Recorded) -> None:
     events = record_run(losses(4, torch.arange(400))).events_of("labels")
     assert {event["ignored"] for event in events} == {0.0}
 
@@ -178,7 +178,7 @@ def test_a_loss_that_ignores_nothing_is_recorded_so(record_run: Recorded) -> Non
         {"input": None, "target": 5},
     ],
 )
-def test_tensors_that_are_no_labels_are_left_alone(fields: dict[str, Any]) -> None:
+def test_tensors_other_than_labels_are_ignored(fields: dict[str, Any]) -> None:
     from advisor.recorder.padding import TokenPadding
 
     written: list[Any] = []
@@ -197,7 +197,7 @@ def test_one_token_of_each_sequence_has_no_padding() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
-def test_padding_of_spectrograms_is_a_constant_that_ends_the_rows(order: tuple[int, ...]) -> None:
+def test_spectrogram_padding_is_a_constant_row_end(order: tuple[int, ...]) -> None:
     from advisor.recorder.padding import measure_signal
 
     frames = torch.randn(4, 400, 80)
@@ -219,7 +219,7 @@ def test_padding_of_spectrograms_is_a_constant_that_ends_the_rows(order: tuple[i
         torch.zeros(4, 2000),
     ],
 )
-def test_values_that_are_no_padded_sequences_have_no_padding(values: torch.Tensor) -> None:
+def test_unpadded_values_have_no_padding(values: torch.Tensor) -> None:
     from advisor.recorder.padding import measure_signal
 
     assert measure_signal(values.numpy()) is None

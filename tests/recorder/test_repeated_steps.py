@@ -98,7 +98,7 @@ def write_tape(kinds: list[tuple[str, int]], lengths: list[int]) -> list[Any]:
     st.lists(st.integers(1, 120), max_size=6),
 )
 @settings(max_examples=300, deadline=None)
-def test_steps_read_together_are_those_read_one_by_one(
+def test_steps_read_in_bulk_equal_single_reads(
     kinds: list[tuple[str, int]], lengths: list[int], cuts: list[int]
 ) -> None:
     entries = write_tape(kinds, lengths)
@@ -131,7 +131,7 @@ def test_steps_that_repeat_are_read_together(kind: str) -> None:
     assert writer.together > (180 if kind == "no loader" else 280)
 
 
-def test_steps_written_together_are_those_written_one_by_one(tmp_path: Path) -> None:
+def test_steps_written_in_bulk_equal_single_writes(tmp_path: Path) -> None:
     names = [*tape.PHASES, 'mine "%d" é']
     kinds = {"a": (3, 96, 0, None), "b": (5, 160, 1, 0.25)}
     begins = [1000, 1100, 1300]

@@ -72,7 +72,7 @@ def test_a_login_before_a_secret_parameter_is_removed_too() -> None:
     assert clean == "s3://***@bucket/x?token=***"
 
 
-def test_a_run_directory_is_its_owners_alone_unless_it_was_made_before(tmp_path: Path) -> None:
+def test_new_run_directory_is_private_to_its_owner(tmp_path: Path) -> None:
     assert new_run(str(tmp_path / "a")).stat().st_mode & 0o777 == 0o700
     shared = tmp_path / "shared"
     shared.mkdir()

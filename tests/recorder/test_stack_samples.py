@@ -195,7 +195,7 @@ def test_symbols_in_a_loop_over_numbers_are_the_lines_own_python() -> None:
     assert total_of(matching) > 5 and total_of(symbols) < 0.2 * total_of(matching)
 
 
-def test_a_call_that_keeps_the_interpreter_counts_for_as_long_as_it_lasts() -> None:
+def test_call_holding_the_gil_counts_for_its_whole_duration() -> None:
     """Sorting holds the interpreter for some tenth of a second, and sleeping does not."""
     numbers = [float(n * 7919 % 1_000_003) for n in range(400_000)]
     spent = {"sort": 0.0, "sleep": 0.0}
@@ -230,7 +230,7 @@ def test_the_interpreters_switch_interval_is_the_programs() -> None:
     assert seen == {sys.getswitchinterval()}
 
 
-def test_nothing_is_sampled_where_threads_run_without_the_interpreters_lock(
+def test_stacks_are_not_sampled_without_the_gil(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert total_samples(sample_stacks(lambda: keep_busy(0.3))) > 0
@@ -238,7 +238,7 @@ def test_nothing_is_sampled_where_threads_run_without_the_interpreters_lock(
     assert sample_stacks(lambda: keep_busy(0.3)) == []
 
 
-def test_nothing_is_sampled_while_a_profiler_works_or_no_thread_trains() -> None:
+def test_stacks_are_sampled_only_in_unprofiled_training() -> None:
     assert not sample_stacks(lambda: keep_busy(0.2), busy=lambda: True)
     assert not sample_stacks(lambda: keep_busy(0.2), thread=lambda: -1)
 
@@ -250,7 +250,7 @@ def test_an_exception_in_the_sampler_stays_there() -> None:
     assert not sample_stacks(lambda: keep_busy(0.1), thread=raise_runtime_error)
 
 
-def test_waiting_for_a_thread_of_the_recorder_to_start_is_none_of_the_programs_time() -> None:
+def test_recorder_thread_start_is_not_program_time() -> None:
     def work(file: str) -> int:
         wait = "def wait(): threading.Event().wait(0.3)"
         exec(compile(wait, file, "exec"), space := {"threading": threading})
@@ -328,7 +328,7 @@ def line(*stacks: tuple[int, str]) -> Any:
     return hottest_line(read_stacks(record_of({"frames": frames, "stacks": lines})))
 
 
-def test_the_innermost_function_of_the_user_that_covers_half_is_named() -> None:
+def test_innermost_user_function_covering_half_is_named() -> None:
     main, log = "train.py(9): main", "train.py(4): log"
     result = line(
         (6, f"{main}; {log}; json/__init__.py(231): dumps"), (3, f"{main}; {log}"), (1, main)
@@ -342,7 +342,7 @@ def test_the_innermost_function_of_the_user_that_covers_half_is_named() -> None:
     assert line((18, "train.py(9): main"), (2, "train.py(12): main")).location.line == 9
 
 
-def test_few_stacks_are_written_however_many_there_are() -> None:
+def test_number_of_written_stacks_is_limited() -> None:
     def work() -> None:
         code = "def f{0}():\n import time; time.sleep(0.021)\n"
         space: dict[str, Any] = {}

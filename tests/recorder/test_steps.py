@@ -95,7 +95,7 @@ def test_work_after_a_loop_left_by_break_is_in_no_step(record_run: Recorded, tra
     assert record.steps[-1].phases.keys() >= {"data", "forward", "backward", "optimizer"}
 
 
-def test_a_batch_that_is_fetched_and_not_used(record_run: Recorded, training: Any) -> None:
+def test_unused_batch_is_counted_as_fetched(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(10)):
             if number >= 4:
@@ -105,7 +105,7 @@ def test_a_batch_that_is_fetched_and_not_used(record_run: Recorded, training: An
     assert len(record_run(run).steps) == 4
 
 
-def test_batches_that_are_skipped(record_run: Recorded, training: Any) -> None:
+def test_skipped_batches_are_recorded(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         for number, batch in enumerate(training.loader(9)):
             if number % 3 == 0:
@@ -160,7 +160,7 @@ def test_without_a_loader_and_with_validation(record_run: Recorded, training: An
     assert record.steps[5].dur < 4 * 20e6
 
 
-def test_a_teacher_between_forward_and_backward_is_part_of_the_step(
+def test_teacher_forward_before_backward_is_in_the_step(
     record_run: Recorded, training: Any
 ) -> None:
     x, y = torch.randn(2, 4), torch.randn(2, 1)
@@ -247,7 +247,7 @@ def test_an_endless_iterator(record_run: Recorded, training: Any) -> None:
     assert len(record_run(run).steps) == 9
 
 
-def test_a_loader_that_looks_one_batch_ahead(record_run: Recorded, training: Any) -> None:
+def test_steps_of_a_loader_that_prefetches_one_batch(record_run: Recorded, training: Any) -> None:
     """Accelerate and Lightning do this."""
 
     def look_ahead(loader: Any) -> Any:
@@ -295,7 +295,7 @@ def test_weights_updated_by_hand(record_run: Recorded, training: Any) -> None:
     assert len(record_run(run).steps) == 5
 
 
-def test_a_step_that_the_scaler_leaves_out_is_one(record_run: Recorded, training: Any) -> None:
+def test_step_skipped_by_the_scaler_counts(record_run: Recorded, training: Any) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
 
     def run() -> None:
@@ -389,7 +389,7 @@ def test_a_copy_to_a_device_is_a_phase(record_run: Recorded, training: Any) -> N
     assert all("h2d" not in step.phases for step in record_run(copy_batches).steps)
 
 
-def test_phases_hold_the_time_that_was_spent_in_them(record_run: Recorded, training: Any) -> None:
+def test_phases_hold_their_time(record_run: Recorded, training: Any) -> None:
     class Slow(torch.nn.Module):
         def forward(self, x: Any) -> Any:
             time.sleep(0.02)
@@ -514,7 +514,7 @@ def test_a_buffer_and_gradient_accumulation(record_run: Any, training: Any) -> N
     assert [(step.micro, step.samples) for step in steps] == [(4, 8)] * 8
 
 
-def test_several_updates_by_one_batch(record_run: Any, training: Any) -> None:
+def test_several_updates_of_one_batch(record_run: Any, training: Any) -> None:
     def run() -> None:
         for batch in training.loader(8):
             for _ in range(3):
@@ -539,7 +539,7 @@ class _Gan:
 
 
 @pytest.mark.parametrize("updates", [(5, 1), (2, 1), (1, 1), (1, 3), (2, 2)])
-def test_without_a_loader_the_optimizer_that_steps_least_ends_a_step(
+def test_rarest_optimizer_ends_steps_without_a_loader(
     updates: tuple[int, int], record_run: Any
 ) -> None:
     gan = _Gan()
@@ -747,9 +747,7 @@ def test_several_forwards_of_one_step_are_not_evaluation(
         assert sum(step.evaluation for step in steps[1:]) == 0
 
 
-def test_a_backward_one_batch_late_leaves_no_graph_unused(
-    record_run: Recorded, training: Any
-) -> None:
+def test_delayed_backward_leaves_no_unused_graph(record_run: Recorded, training: Any) -> None:
     def run() -> None:
         loss = None
         for batch in training.loader(20):

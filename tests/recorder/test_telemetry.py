@@ -27,7 +27,7 @@ def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(init_error=12))
 
 
-def test_without_a_driver_the_host_is_sampled_and_the_reason_reported(
+def test_host_is_sampled_without_a_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     without_driver(monkeypatch)
@@ -42,7 +42,7 @@ def test_without_a_driver_the_host_is_sampled_and_the_reason_reported(
     assert times == sorted(times) and times[0] <= time.perf_counter_ns()
 
 
-def test_costly_fields_come_with_the_first_sample_and_then_seldom(
+def test_costly_fields_are_sampled_first_and_then_seldom(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", fake.FakeNvml(fake.healthy_gpu()))
@@ -57,7 +57,7 @@ def test_costly_fields_come_with_the_first_sample_and_then_seldom(
     assert all(sample.gpus[0].utilisation == 97 for sample in written)
 
 
-def test_a_writer_that_fails_ends_the_sampling_and_nothing_else(
+def test_failing_writer_ends_only_the_sampling(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     without_driver(monkeypatch)
@@ -85,7 +85,7 @@ def test_a_gpu_lost_in_mid_run_leaves_the_others(monkeypatch: pytest.MonkeyPatch
         assert source.without_gpu is not None and "GPU-one" in source.without_gpu
 
 
-def test_nothing_the_driver_lent_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_handles_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     module = fake.FakeNvml(fake.healthy_gpu(gpm=True))
     monkeypatch.setitem(sys.modules, "pynvml", module)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -120,7 +120,7 @@ def test_the_rate_is_bounded() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_in_a_forked_child_nothing_runs_and_stop_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_child_runs_no_sampling_and_can_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     without_driver(monkeypatch)
     written: list[Sample] = []
     sampler = Sampler(written.append, hz=20)
@@ -171,7 +171,7 @@ def test_work_of_this_process_and_of_a_child_is_its_cpu_use() -> None:
     assert by_child == pytest.approx(100 * of_child / wall, rel=0.25)
 
 
-def test_waiting_for_a_core_that_another_process_takes_is_counted() -> None:
+def test_wait_for_a_busy_core_is_counted() -> None:
     import subprocess
 
     if not hasattr(os, "sched_setaffinity") or HostSampler().sample(slow=False).run_delay is None:
@@ -231,7 +231,7 @@ def test_a_child_that_has_ended_is_not_an_error() -> None:
     assert host.sample(slow=False).process_cpu is not None
 
 
-def test_without_psutil_the_container_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_sample_without_psutil_has_no_process_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
     sample = HostSampler().sample(slow=True)
     assert sample.cpu is None and sample.rss is None

@@ -190,7 +190,7 @@ def test_accumulating_by_hand_is_not_a_step_each(record_run: Any, training: Any)
     assert [step.samples for step in record.steps] == [6] * 4
 
 
-def test_a_step_that_is_compiled_whole(record_run: Any, training: Any) -> None:
+def test_fully_compiled_step_is_recorded(record_run: Any, training: Any) -> None:
     @torch.compile(backend="eager")
     def step(x: Any, y: Any) -> Any:
         loss = ((training.net(x) - y) ** 2).mean()
@@ -210,7 +210,7 @@ def test_a_step_that_is_compiled_whole(record_run: Any, training: Any) -> None:
         torch._dynamo.reset()
 
 
-def test_samples_are_those_that_passed(record_run: Any, training: Any) -> None:
+def test_samples_count_the_actual_batch_sizes(record_run: Any, training: Any) -> None:
     """The last batch is smaller, and several are one step."""
     data = torch.utils.data.TensorDataset(training.x[:11], training.y[:11])
 
@@ -238,9 +238,7 @@ def test_a_helper_thread_does_not_take_over(record_run: Any, training: Any) -> N
     assert len(record_run(run).steps) == 12
 
 
-def test_the_main_thread_collects_garbage_while_another_one_trains(
-    record_run: Any, training: Any
-) -> None:
+def test_main_thread_collects_garbage_while_another_trains(record_run: Any, training: Any) -> None:
     import gc
 
     batches = list(training.loader(30))
@@ -255,9 +253,7 @@ def test_the_main_thread_collects_garbage_while_another_one_trains(
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processors are Linux's")
-def test_a_thread_that_trains_before_the_main_one_has_left_start(
-    record_run: Any, training: Any
-) -> None:
+def test_thread_training_before_the_main_one_leaves_start(record_run: Any, training: Any) -> None:
     """The main thread gets its processor late: others use the only one as well."""
     batches = list(training.loader(30))
     for batch in training.loader(40):
@@ -368,9 +364,7 @@ def test_a_decorated_generator_keeps_its_steps(training: Any, tmp_path: Path) ->
     assert len(steps) == 13
 
 
-def test_a_thread_whose_target_trains_is_not_taken_for_a_waiting_one(
-    training: Any, record_run: Any
-) -> None:
+def test_thread_with_training_target_is_not_waiting(training: Any, record_run: Any) -> None:
     """The thread stands in its own function, which ``threading`` called; another makes updates."""
     turn, other = threading.Lock(), type(training)()
     turn.acquire()

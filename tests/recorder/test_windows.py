@@ -58,7 +58,7 @@ def run(tmp_path: Path, training: Any, steps: int, **options: Any) -> Any:
     return record
 
 
-def test_the_first_window_is_where_it_was_asked_for(tmp_path: Path, training: Any) -> None:
+def test_first_window_is_at_its_requested_step(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 30, skip=10, warmup=3, active=5)
     opened, closed = record.events_of("window")
     assert (opened["state"], opened["steps"]) == ("open", [10])
@@ -110,7 +110,7 @@ def test_long_steps_are_not_waited_for(
         assert last.get("steps") == kept
 
 
-def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
+def test_run_ending_before_its_folder_exists_has_a_trace(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = Writer._create_folder
@@ -125,7 +125,7 @@ def test_a_run_that_is_over_before_its_folder_is_made_has_its_trace(
     assert steps_of(tmp_path / "run" / "rank0" / "trace_w0.json.gz") == [11, 12, 13, 14]
 
 
-def test_a_trace_that_has_no_folder_is_given_up_at_once(
+def test_trace_without_folder_is_given_up_immediately(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     def raise_disk_full(writer: Writer) -> None:
@@ -174,7 +174,7 @@ def test_python_stacks_know_the_modules(tmp_path: Path, training: Any) -> None:
     assert any("conftest.py" in name and "learn" in name for name in names)
 
 
-def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, training: Any) -> None:
+def test_profiler_exists_only_inside_a_window(tmp_path: Path, training: Any) -> None:
     seen = []
     with Recorder(str(tmp_path / "run"), skip=4, warmup=1, active=2, report=False):
         for _ in range(12):
@@ -185,7 +185,7 @@ def test_nothing_of_the_profiler_exists_outside_a_window(tmp_path: Path, trainin
 
 
 @pytest.mark.parametrize("loader", [False, True])
-def test_a_window_of_manual_updates_has_the_steps_that_it_says(
+def test_window_of_manual_updates_has_its_declared_steps(
     tmp_path: Path, training: Any, loader: bool
 ) -> None:
     data = [(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(40)]
@@ -211,7 +211,7 @@ def test_a_window_of_manual_updates_has_the_steps_that_it_says(
     assert marked == (numbers if loader else [*numbers[1:], numbers[-1] + 1])
 
 
-def test_unseen_ends_of_steps_are_the_reported_reason_for_no_window(
+def test_missing_window_is_explained_by_unseen_step_ends(
     tmp_path: Path,
 ) -> None:
     """No loader, no module that is called, no optimizer."""
@@ -260,14 +260,14 @@ def test_a_window_that_was_never_reached_is_reported(tmp_path: Path, training: A
     assert "7 steps" in never["why"]
 
 
-def test_a_run_that_ends_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
+def test_run_ending_in_a_window_keeps_its_records(tmp_path: Path, training: Any) -> None:
     record = run(tmp_path, training, 9, skip=3, warmup=2, active=50)
     closed = record.events_of("window")[-1]
     assert (closed["state"], closed["steps"]) == ("done", [5, 8])
     assert (tmp_path / "run" / "rank0" / closed["file"]).is_file()
 
 
-def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: Any) -> None:
+def test_exception_in_a_window_keeps_its_records(tmp_path: Path, training: Any) -> None:
     recorder = Recorder(str(tmp_path / "run"), skip=3, warmup=1, active=50, **CALM)
     with pytest.raises(ZeroDivisionError), recorder:
         for number in range(9):
@@ -279,7 +279,7 @@ def test_an_exception_in_a_window_keeps_what_there_is(tmp_path: Path, training: 
     assert not torch.autograd._profiler_enabled()
 
 
-def test_a_profiler_of_the_users_is_left_alone(tmp_path: Path, training: Any) -> None:
+def test_user_profiler_is_not_disturbed(tmp_path: Path, training: Any) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with (
@@ -382,7 +382,7 @@ def test_a_slowdown_opens_a_window(
     assert "median" in closed[0]["reason"]
 
 
-def test_trouble_is_a_slower_median_or_a_spike_and_nothing_else() -> None:
+def test_trouble_is_a_slower_median_or_a_spike() -> None:
     def alarm_steps(durations: list[int]) -> list[int]:
         trouble = SlowdownWatch()
         return [n for n, ms in enumerate(durations) if trouble.add_step(ms * 1_000_000)]

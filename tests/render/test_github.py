@@ -65,7 +65,7 @@ def test_levels_follow_the_severity(
     )
 
 
-def test_escapes_are_those_of_the_runner() -> None:
+def test_escapes_match_the_github_runner() -> None:
     assert github.escape_data("50%\r\n::error::x") == "50%25%0D%0A::error::x"
     assert github.escape_property("a:b,c 5%") == "a%3Ab%2Cc 5%25"
 

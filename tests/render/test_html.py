@@ -66,7 +66,7 @@ class Page(HTMLParser):
         return " ".join("".join(self.texts).split())
 
 
-def test_the_policy_allows_the_pages_own_styles_and_nothing_else(report: Make) -> None:
+def test_content_policy_allows_only_the_pages_own_styles(report: Make) -> None:
     page = Page(REPORTS.render("html", report()))
     (policy,) = [
         attrs["content"]
@@ -79,7 +79,7 @@ def test_the_policy_allows_the_pages_own_styles_and_nothing_else(report: Make) -
     assert "unsafe-eval" not in policy
 
 
-def test_nothing_is_loaded_and_nothing_runs(report: Make) -> None:
+def test_page_loads_no_resources_and_runs_no_scripts(report: Make) -> None:
     page = Page(REPORTS.render("html", report(3)))
     for tag, attrs in page.tags:
         assert tag in OURS
@@ -130,7 +130,7 @@ def test_a_report_with_endless_names_stays_below_a_megabyte(report: Make) -> Non
     assert len(text.encode()) < 1_000_000
 
 
-def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., object]) -> None:
+def test_page_has_every_part_of_the_report(report: Make, replay: Callable[..., object]) -> None:
     result = report(3, replay=replay())
     text = Page(REPORTS.render("html", result)).text
     for wanted in (
@@ -151,7 +151,7 @@ def test_the_page_has_what_the_report_has(report: Make, replay: Callable[..., ob
         assert wanted in text
 
 
-def test_the_first_fix_stands_above_the_figures_and_leads_to_its_card(report: Make) -> None:
+def test_first_fix_is_above_the_figures_with_a_link(report: Make) -> None:
     first = report(3)
     source = REPORTS.render("html", first)
     assert 'First fix: </b><a href="#f1">' in source
@@ -211,7 +211,7 @@ def test_an_axis_has_round_times(dur_ns: float, step_ns: float, ticks: list[str]
     assert places == pytest.approx(expected, abs=0.01)
 
 
-def test_a_long_table_shows_the_rows_that_matter_and_all_on_demand() -> None:
+def test_long_table_shows_top_rows_and_all_on_demand() -> None:
     rows = [[f"rank {number}", f"{number} ms"] for number in range(40)]
     drawn = block(Grid(["rank", "step"], rows, short=rows[30:33]))
     visible, details, folded = drawn.partition("<details>")
@@ -221,7 +221,7 @@ def test_a_long_table_shows_the_rows_that_matter_and_all_on_demand() -> None:
     assert "<details>" not in block(Grid(["rank", "step"], rows[:16], short=rows[:3]))
 
 
-def test_stairs_go_down_by_what_each_fix_adds(report: Make) -> None:
+def test_stairs_decrease_by_the_added_gain_of_fixes(report: Make) -> None:
     # 400 ms; finding 1 saves 40, then finding 2 saves 20 / 2, finding 3 saves 13.33 / 2
     text = Page(REPORTS.render("html", report(3))).text
     assert "360 ms" in text
@@ -305,7 +305,7 @@ def test_a_lone_short_kernel_is_seen() -> None:
     assert sum(run.last - run.first for run in lanes.lanes[0].runs) == 1
 
 
-def test_without_device_work_there_is_no_strip(tmp_path: Path) -> None:
+def test_page_without_device_work_has_no_strip(tmp_path: Path) -> None:
     b = TraceBuilder(None)
     for _ in range(3):
         with b.step(), b.op("aten::mm"):

@@ -120,7 +120,7 @@ def test_another_schema_is_refused(report: Callable[..., Report]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "nonsense", '{"schema": 1}'])
-def test_a_file_that_is_no_report_is_refused_in_a_line(text: str) -> None:
+def test_file_that_is_no_report_is_one_line_error(text: str) -> None:
     with pytest.raises(AdvisorError, match="not a report"):
         Report.from_json(text)
 

@@ -87,7 +87,7 @@ def functor(name: str, number: str = "4") -> str:
     )
 
 
-def test_the_part_that_distinguishes_kernels_is_kept_wherever_it_stands() -> None:
+def test_distinguishing_part_of_kernel_names_is_kept() -> None:
     names = [functor(name) for name in ("AddFunctor", "MulFunctor", "FillFunctor")]
     for label, telling in zip(
         labels.distinct_labels(names, 32), ("Add", "Mul", "Fill"), strict=True
@@ -130,19 +130,19 @@ def test_backward_nodes_and_their_evaluation_stay_apart() -> None:
     assert labels.distinct_labels(names, 32) == ["evaluate: AddmmBackward0", "AddmmBackward0"]
 
 
-def test_names_that_differ_in_nothing_that_fits_are_numbered() -> None:
+def test_labels_equal_after_shortening_are_numbered() -> None:
     names = [f"{'<' * 60}{'>' * (60 + i)}" for i in range(3)]
     fitted = labels.distinct_labels(names, 12)
     assert len(set(fitted)) == 3
     assert max(map(len, fitted)) <= 12
 
 
-def test_nothing_stays_nothing() -> None:
+def test_empty_names_stay_empty() -> None:
     assert labels.distinct_labels([None, "a", None], 10) == ["", "a", ""]
     assert labels.distinct_labels([], 10) == []
 
 
-def test_a_name_that_differs_by_a_number_keeps_a_word_that_says_something() -> None:
+def test_name_differing_by_a_number_keeps_a_word() -> None:
     names = [
         f"kernel<int, int, __nv_bfloat16, float, 0, 1, {n}, cublasGemvParamsEx<int, X>>"
         for n in (6, 7)

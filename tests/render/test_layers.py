@@ -58,7 +58,7 @@ def test_every_line_fits_whatever_the_names(
         assert "\x1b" not in plain and "\x07" not in plain
 
 
-def test_unknown_values_are_dashes_and_work_outside_modules_is_a_row(
+def test_unknown_values_are_dashes_and_other_work_has_a_row(
     report: Callable[..., Report],
 ) -> None:
     result = report(0)
@@ -72,7 +72,7 @@ def test_unknown_values_are_dashes_and_work_outside_modules_is_a_row(
     assert "Block_2 takes 2 ms, 100% longer than its equals in Block_0–3 (1 ms)" in text
 
 
-def test_a_layer_stands_after_the_one_around_it() -> None:
+def test_layer_follows_its_parent() -> None:
     with pytest.raises(ValueError, match="before the layer around it"):
         make_layers([layer("Model", 0)])
 
@@ -86,7 +86,7 @@ def test_a_layer_stands_after_the_one_around_it() -> None:
         ("jax", "xplane", None, "jax.named_scope"),
     ],
 )
-def test_without_layers_a_line_says_what_would_record_them(
+def test_report_without_layers_shows_how_to_record_them(
     report: Callable[..., Report], framework: str, form: str, with_stack: bool | None, message: str
 ) -> None:
     result = report(0)

@@ -80,14 +80,14 @@ def test_hostile_names_do_not_change_the_headings_or_the_table(
     )
 
 
-def test_nobody_is_mentioned(report: Make) -> None:
+def test_markdown_mentions_no_users_or_issues(report: Make) -> None:
     source = REPORTS.render("markdown", report(1, "@everyone see #1"))
     outside_code = re.sub(r"```.*?```|`[^`]*`", "", source, flags=re.DOTALL)
     assert "@everyone" not in outside_code
     assert not re.search(r"#\d", outside_code)
 
 
-def test_markdown_says_what_the_terminal_says(report: Make, ranks: Callable[..., Ranks]) -> None:
+def test_markdown_matches_the_terminal(report: Make, ranks: Callable[..., Ranks]) -> None:
     source = REPORTS.render("markdown", report(3, ranks=ranks(2)))
     for part in (
         "GPU busy 82%",

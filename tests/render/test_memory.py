@@ -38,7 +38,7 @@ CORPUS = Path(__file__).parents[1] / "corpus" / "memory"
 
 
 @pytest.mark.parametrize("name", ["opt13b_weights", "stable_diffusion_no_history"])
-def test_unused_memory_says_what_emptying_the_cache_returns(name: str) -> None:
+def test_unused_memory_shows_the_gain_of_emptying_the_cache(name: str) -> None:
     """The returned memory is the segments whose blocks are all inactive, added up from the file
     itself."""
     file = CORPUS / f"{name}.pickle.gz"
@@ -72,7 +72,7 @@ def test_the_cheapest_saving_of_a_snapshot_has_its_code() -> None:
     assert "scaled_dot_product_attention(q, k, v, attn_mask=mask)" in text
 
 
-def test_a_page_draws_what_was_held(report: Report) -> None:
+def test_memory_page_draws_categories(report: Report) -> None:
     bars = REPORTS.render("html", report).split('class="stairs"')[1].split("</table>")[0]
     listed = {each.category: each.bytes for each in report.memory[0].categories}
     largest = max(listed, key=lambda name: listed[name])
@@ -105,7 +105,7 @@ def test_markdown_has_the_tables(report: Report) -> None:
     assert "Segments" in source and "What a change frees" in source
 
 
-def test_github_has_one_notice_of_it(report: Report) -> None:
+def test_github_has_one_memory_notice(report: Report) -> None:
     lines = REPORTS.render("github", report).splitlines()
     (notice,) = [line for line in lines if "What held the memory" in line]
     assert notice.startswith("::notice title=What held the memory at its peak::")
@@ -129,12 +129,12 @@ def test_sarif_has_the_memory_peak_among_its_notifications(report: Report) -> No
 
 
 @pytest.mark.parametrize("form", ["markdown", "github", "sarif"])
-def test_a_trace_alone_says_nothing_of_it(form: str, report: Report) -> None:
+def test_trace_without_snapshot_has_no_memory_section(form: str, report: Report) -> None:
     report.memory = []
     assert "What held the memory" not in REPORTS.render(form, report)
 
 
-def test_a_run_out_of_memory_is_critical_and_its_code_is_shown_once() -> None:
+def test_out_of_memory_is_critical_and_shows_code_once() -> None:
     report = advisor.analyze(CORPUS / "h100_full.pickle.gz")
     (risk,) = report.risks
     text = REPORTS.render("html", report)

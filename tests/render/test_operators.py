@@ -55,7 +55,7 @@ def test_every_line_fits_whatever_the_names(report: Make, width: int, colour: bo
     assert "\x1b" not in plain and "\x07" not in plain
 
 
-def test_a_row_says_what_limits_it_and_what_that_would_save(report: Make) -> None:
+def test_operator_row_names_its_limit_and_saving(report: Make) -> None:
     text = render_operators(report, rate(), rate(name="aten::add", bound="memory", efficiency=1.27))
     line = next(line for line in text.split("\n") if "aten::mm" in line)
     assert line.split() == [
@@ -78,11 +78,11 @@ def test_unknown_values_are_dashes(report: Make) -> None:
     assert "record_shapes=True" in text
 
 
-def test_a_trace_without_kernels_says_so(report: Make) -> None:
+def test_trace_without_kernels_is_reported(report: Make) -> None:
     assert "not measured" in render_operators(report)
 
 
-def test_only_so_many_are_shown(report: Make) -> None:
+def test_number_of_shown_operators_is_limited(report: Make) -> None:
     rows = [rate(name=f"aten::op{n}") for n in range(30)]
     assert render_operators(report, *rows).count("aten::op") == layers.MAX_OPERATORS
     assert render_operators(report, *rows, top=3).count("aten::op") == 3

@@ -64,7 +64,7 @@ def saved_report(report: Make, tmp_path: Path) -> Path:
     return file
 
 
-def test_a_format_of_one_file_is_asked_for_by_name_or_by_suffix(
+def test_format_is_chosen_by_name_or_suffix(
     toy: Path, saved_report: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["report", str(saved_report), "--format", "toy"]) == 0
@@ -82,7 +82,7 @@ def test_a_format_of_one_file_is_asked_for_by_name_or_by_suffix(
         ("", "AttributeError"),
     ],
 )
-def test_a_format_that_cannot_be_loaded_is_one_line(
+def test_unloadable_format_is_one_line_error(
     toy: Path, saved_report: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
 ) -> None:
     toy.write_text(text)
@@ -95,7 +95,7 @@ def test_a_format_that_cannot_be_loaded_is_one_line(
     assert run(["report", str(saved_report), "--format", "markdown"]) == 0
 
 
-def test_a_format_that_there_is_not_is_one_line_that_lists_those_there_are(
+def test_unknown_format_error_lists_formats(
     saved_report: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["report", str(saved_report), "--format", "pdf"]) == 2

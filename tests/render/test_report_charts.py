@@ -57,7 +57,7 @@ def test_segments_add_up_to_the_step(report: Callable[..., Report]) -> None:
     ]
 
 
-def test_many_small_causes_share_a_segment_and_nothing_is_lost(
+def test_small_causes_share_a_segment_without_loss(
     report: Callable[..., Report],
 ) -> None:
     causes = [IdleCause(f"cause_{i}", float(i), i / 100) for i in range(1, 12)]
@@ -84,7 +84,7 @@ def test_idle_time_without_causes_is_one_segment(report: Callable[..., Report]) 
     assert [(segment.label, segment.ns) for segment in idle] == [("idle or not recorded", 70e6)]
 
 
-def test_every_class_of_one_bar_has_a_glyph_and_a_color_of_its_own() -> None:
+def test_classes_of_a_bar_have_distinct_glyphs_and_colors() -> None:
     bars = {"work": charts.CLASSES, "idle": charts.CAUSES, "host": charts.HOST}
     for name, looks in bars.items():
         for what in ("glyph", "colour"):

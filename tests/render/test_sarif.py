@@ -127,7 +127,7 @@ def test_two_findings_at_one_place_are_two_alerts(report: Make, finding: MakeFin
     assert second == f"{first[:-2]}:2"
 
 
-def test_a_rule_says_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sarif_rule_matches_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is there for a report that was saved and read elsewhere too: the rules are not
     looked for there."""
     examples = PageableCopies.examples().values()
@@ -146,9 +146,7 @@ def test_a_rule_says_what_its_page_says(monkeypatch: pytest.MonkeyPatch) -> None
     assert "pinned" in rule["fullDescription"]["text"]
 
 
-def test_a_rule_that_the_report_does_not_describe_has_the_words_of_its_finding(
-    report: Make, finding: MakeFinding
-) -> None:
+def test_undescribed_rule_takes_the_text_of_its_finding(report: Make, finding: MakeFinding) -> None:
     (rule,) = log(report(findings=[finding(1, rule="of-somebody")]))["tool"]["driver"]["rules"]
     assert rule["shortDescription"]["text"] == finding(1).title
 

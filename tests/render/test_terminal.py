@@ -72,7 +72,7 @@ def test_a_row_is_as_wide_as_its_own_gain_allows(report: Make) -> None:
     assert "Some steps take much longer" in text
 
 
-def test_a_title_that_is_too_long_beside_its_gain_is_whole(report: Make) -> None:
+def test_long_title_beside_a_gain_is_complete(report: Make) -> None:
     title = "Resident memory of the process grows from step to step"
     risk = Finding(
         summary="why", title=title, impact=Impact(currency="risk", reason="out in 4,030 steps")
@@ -82,7 +82,7 @@ def test_a_title_that_is_too_long_beside_its_gain_is_whole(report: Make) -> None
     assert lines[row + 1] == "risk: out in 4,030 steps".rjust(80)
 
 
-def test_a_heading_is_whole_and_its_aside_goes_below_where_it_does_not_fit() -> None:
+def test_heading_is_complete_and_long_aside_moves_below() -> None:
     page = Page(60, colour=False)
     page.section("Where the step's time goes on the main thread", "profiled step, 92.2 ms")
     page.section("Where the time goes", "profiled step, 92.2 ms")
@@ -93,9 +93,7 @@ def test_a_heading_is_whole_and_its_aside_goes_below_where_it_does_not_fit() -> 
 
 
 @pytest.mark.parametrize("stacks", [False, True])
-def test_the_first_finding_has_a_line_or_the_option_that_records_it(
-    stacks: bool, tmp_path: Path
-) -> None:
+def test_first_finding_has_a_line_or_a_recording_option(stacks: bool, tmp_path: Path) -> None:
     b = TraceBuilder()
     for _ in range(4):
         with b.step(), b.python("train.py(12): step") if stacks else nullcontext():
@@ -110,7 +108,7 @@ def test_the_first_finding_has_a_line_or_the_option_that_records_it(
 
 
 @pytest.mark.parametrize("findings", [0, 1, 2, 3, 6])
-def test_a_report_fits_a_screen_and_counts_what_it_leaves_out(
+def test_report_fits_a_screen_and_counts_omissions(
     report: Make, replay: Callable[..., Replay], findings: int
 ) -> None:
     result = report(findings, replay=replay())
@@ -161,7 +159,7 @@ def test_brief_is_the_verdict_and_three_rows(report: Make) -> None:
         ("Use it: the rest.", "Use it: the rest"),
     ],
 )
-def test_a_brief_fix_says_what_to_do_and_not_why(fix: str, clause: str) -> None:
+def test_brief_fix_shows_action_without_reason(fix: str, clause: str) -> None:
     assert first_clause(fix) == clause
 
 
@@ -190,7 +188,7 @@ def test_a_fix_has_one_price_in_every_format(report: Make) -> None:
         assert price in REPORTS.render(form, report(2)), form
 
 
-def test_a_gain_that_may_be_none_says_what_it_depends_on(
+def test_possibly_zero_gain_names_its_condition(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     impact = Impact(
@@ -230,14 +228,14 @@ def test_color_is_off_unless_asked_for(report: Make) -> None:
     assert "\x1b" in REPORTS.render("terminal", report(3), colour=True)
 
 
-def test_labels_are_dim_and_what_matters_is_not(report: Make) -> None:
+def test_only_labels_are_dim(report: Make) -> None:
     lines = REPORTS.render("terminal", report(1), colour=True).split("\n")
     assert lines[0].startswith("\x1b[1;33mGPU busy 82%")
     (why,) = [line for line in lines if "why      " in ANSI.sub("", line)]
     assert re.match(r"\x1b\[2m    why      \x1b\[0mEach step waits", why)
 
 
-def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: Make) -> None:
+def test_sections_are_verdict_time_findings_and_details(report: Make) -> None:
     text = REPORTS.render("terminal", report(2), details=True)
     order = [
         "GPU busy 82%",
@@ -253,7 +251,7 @@ def test_the_verdict_comes_first_then_time_then_findings_then_the_rest(report: M
     assert places[0] == 0
 
 
-def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> None:
+def test_finding_shows_all_of_its_parts_in_order(report: Make) -> None:
     text = section(REPORTS.render("terminal", report(1), details=True), "What to change")
     for part in (
         "up to 40 ms (20–40 ms), 10%",
@@ -270,14 +268,14 @@ def test_a_finding_says_gain_place_evidence_fix_code_and_check(report: Make) -> 
         assert part in text, part
 
 
-def test_the_index_takes_each_gain_from_what_the_ones_above_left(report: Make) -> None:
+def test_index_subtracts_gains_one_after_another(report: Make) -> None:
     # By hand: 400 - 40 = 360; 20 alone, 10 after the first: 350; 13.33 / 2 = 6.67: 343.3.
     text = section(REPORTS.render("terminal", report(3), details=True), "Step time after")
     lefts = re.findall(r"^  [123][.] .* ([\d.]+) ms$", text, re.MULTILINE)
     assert lefts == ["360", "350", "343"]
 
 
-def test_a_replay_says_what_limits_the_step_and_how_accurate_it_is(
+def test_replay_shows_limit_and_accuracy(
     report: Make, replay: Callable[..., Replay], finding: Callable[..., Finding]
 ) -> None:
     impact = Impact(currency="step_time", gain_ns=40_000_000, share=0.1, method="replay")
@@ -298,7 +296,7 @@ def test_a_replay_says_what_limits_the_step_and_how_accurate_it_is(
     assert "'Up to'" in REPORTS.render("terminal", report(1), details=True)
 
 
-def test_a_finding_that_pays_only_after_another_says_so(
+def test_finding_depending_on_another_names_it(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     late = finding(2, after_fix="rule-1", marginal_gain_ns=9_000_000)
@@ -309,7 +307,7 @@ def test_a_finding_that_pays_only_after_another_says_so(
     assert "none alone, about 9 ms after fix 1" in text
 
 
-def test_a_finding_of_another_rank_says_whose(
+def test_finding_of_another_rank_names_the_rank(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     other = finding(1, other_rank=True, trace_rank=7)
@@ -318,7 +316,7 @@ def test_a_finding_of_another_rank_says_whose(
     assert "on rank 7" not in REPORTS.render("terminal", report(findings=[other_rank]))
 
 
-def test_code_that_does_not_fit_beside_its_name_moves_left_before_it_is_folded(
+def test_wide_code_moves_left_before_it_is_folded(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     line = "x" * 70
@@ -357,7 +355,7 @@ def test_a_wide_page_has_longer_names_and_links_are_whole_on_any(
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_python_that_is_folded_is_the_same_program(width: int) -> None:
+def test_folded_python_is_the_same_program(width: int) -> None:
     kept = "  # leave: " + ", ".join(["transformer.layers.0–23 > attention > projection"] * 3)
     programs = [text.format(kept=kept) for each in (INFERENCE, TRAINING) for text in each.values()]
     for rule in load_rules(config={}):
@@ -395,7 +393,7 @@ def test_a_column_of_dashes_leaves_its_room_to_the_names() -> None:
     assert wide[0].split() == " ".join(head).split()
 
 
-def test_a_table_s_figures_are_whole_and_its_places_are_shortened() -> None:
+def test_table_shortens_locations_but_not_figures() -> None:
     page = Page(40, colour=False)
     place = "/home/someone/projects/a/very/long/way/train.py:14 · gradients"
     page.table(["line", "bytes", "of it"], [[place, "90 MiB", "40%"], ["a.py:3", "1 KiB", "<1%"]])
@@ -419,14 +417,14 @@ def test_one_finding_needs_no_index(report: Make) -> None:
     assert "step then" in two
 
 
-def test_top_hides_details_says_so_and_keeps_the_index(report: Make) -> None:
+def test_top_option_hides_details_and_keeps_the_index(report: Make) -> None:
     text = section(REPORTS.render("terminal", report(12), top=3), "What to change")
     assert text.count("    fix ") == 3
     assert "9 more in detail (--top 12)" in text
     assert all(f"\n{number:>2}  Finding number {number} " in text for number in range(1, 13))
 
 
-def test_gains_below_two_percent_are_lines_under_their_own_heading(
+def test_gains_below_two_percent_have_their_own_heading(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     small = [finding(number) for number in (6, 7)]
@@ -438,7 +436,7 @@ def test_gains_below_two_percent_are_lines_under_their_own_heading(
     assert "    fix " in REPORTS.render("terminal", report(findings=small), details=True)
 
 
-def test_a_known_cost_is_shown_in_full_with_a_gain_that_is_unknown_or_a_lower_bound(
+def test_known_cost_is_shown_with_unknown_or_minimum_gain(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     unknown = Impact(currency="unknown", reason="record a run without it")
@@ -493,7 +491,7 @@ def test_without_device_work_the_bar_is_the_hosts(report: Make) -> None:
     assert "MFU" not in text
 
 
-def test_without_host_events_nothing_is_said_of_the_host(report: Make) -> None:
+def test_report_without_host_events_omits_the_host(report: Make) -> None:
     text = REPORTS.render("terminal", report(0, host=[], idle=[]), details=True)
     assert "on the GPU" in text
     assert "  host " not in text
@@ -505,7 +503,7 @@ def test_unmeasured_values_are_not_shown_as_zero(report: Make) -> None:
     assert "memory peak not measured" in text
 
 
-def test_a_truncated_trace_says_so_at_the_top(report: Make) -> None:
+def test_truncated_trace_is_reported_at_the_top(report: Make) -> None:
     cut = report(1)
     cut.inputs[0].truncated = True
     assert "cut off" in REPORTS.render("terminal", cut).split("Where the step")[0]
@@ -549,7 +547,7 @@ def test_risks_are_ranked_apart_from_time(report: Make, finding: Callable[..., F
     assert "Near capacity" not in section(text, "What to change")
 
 
-def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., Finding]) -> None:
+def test_note_explains_its_missing_rank(report: Make, finding: Callable[..., Finding]) -> None:
     notes = [
         finding(3, title="A guess", validation="synthetic"),
         finding(1, title="A chance", informational=True, validation="real traces", confidence=0.42),
@@ -568,7 +566,7 @@ def test_a_note_says_why_it_is_not_ranked(report: Make, finding: Callable[..., F
     assert unproven.count("    fix ") == 3
 
 
-def test_findings_of_rules_proven_on_examples_alone_are_ranked_and_say_so(
+def test_findings_of_example_proven_rules_are_marked(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     text = REPORTS.render(
@@ -577,9 +575,7 @@ def test_findings_of_rules_proven_on_examples_alone_are_ranked_and_say_so(
     assert "not proven on real traces" in " ".join(section(text, "What to change").split())
 
 
-def test_a_note_with_a_larger_gain_than_a_finding_says_why_it_is_not_ranked(
-    report: Make, finding: Make
-) -> None:
+def test_note_with_larger_gain_explains_its_missing_rank(report: Make, finding: Make) -> None:
     fields = {"informational": True, "validation": "real traces", "confidence": 0.42}
     big = finding(1, "a chance", priority=None, **fields)
     result = report(2, notes=[big])
@@ -615,7 +611,7 @@ def test_a_note_about_much_of_the_step_is_not_a_detail(
     assert ("1 note" in text) != on_page
 
 
-def test_shares_of_device_work_add_up_and_say_what_they_are_of(report: Make) -> None:
+def test_device_work_shares_add_up_and_name_their_total(report: Make) -> None:
     result = report(0, families=[Family("gemm", 30e6, 0.75, 3), Family("copy", 10e6, 0.25, 1)])
     text = REPORTS.render("terminal", result, width=120, details=True)
     assert "gemm 75% of device work · copy 25%" in text

@@ -32,7 +32,7 @@ from advisor.core.finding import Finding, Impact
         (-87_900_000, "−87.9 ms"),
     ],
 )
-def test_a_duration_has_the_unit_it_is_read_best_in(ns: float | None, expected: str) -> None:
+def test_duration_has_its_most_readable_unit(ns: float | None, expected: str) -> None:
     assert t.format_duration(ns) == expected
 
 
@@ -57,9 +57,7 @@ def test_a_duration_reads_back_to_within_its_last_digit(ns: float) -> None:
         (-(5 << 20), "−5 MiB"),
     ],
 )
-def test_a_size_has_three_digits_in_the_unit_it_is_read_in(
-    size: float | None, expected: str
-) -> None:
+def test_size_has_three_digits_and_a_readable_unit(size: float | None, expected: str) -> None:
     assert t.format_bytes(size) == expected
 
 
@@ -116,9 +114,7 @@ def test_a_noun_agrees_with_its_number(
     ("share", "expected"),
     [(None, "not measured"), (0.0, "0%"), (0.0004, "<1%"), (0.19, "19%"), (1.0, "100%")],
 )
-def test_a_share_that_rounds_to_nothing_is_not_shown_as_nothing(
-    share: float | None, expected: str
-) -> None:
+def test_tiny_share_is_not_shown_as_zero(share: float | None, expected: str) -> None:
     assert t.format_share(share) == expected
 
 
@@ -133,7 +129,7 @@ def test_evidence_shows_its_value_with_its_unit() -> None:
     assert t.format_value("a; b", "") == "a; b"
 
 
-def test_a_gain_says_its_currency() -> None:
+def test_gain_shows_its_currency() -> None:
     def format_impact(**impact: object) -> str:
         gain = Impact(**impact)  # type: ignore[arg-type]
         return t.format_gain(Finding(rule="r", title="t", summary="s", fix="f", impact=gain))
@@ -165,7 +161,7 @@ def test_a_gain_says_its_currency() -> None:
 
 
 @given(st.text())
-def test_clean_text_holds_nothing_that_a_terminal_obeys(text: str) -> None:
+def test_clean_text_has_no_control_characters(text: str) -> None:
     for clean in (labels.clean(text), labels.clean(text, lines=True).replace("\n", "")):
         assert not any(unicodedata.category(c) in {"Cc", "Cf", "Cs", "Zl", "Zp"} for c in clean)
         clean.encode()

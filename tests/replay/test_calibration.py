@@ -21,7 +21,7 @@ from advisor.replay.predictions import (
 WORK = Select(on="gpu")
 
 
-def test_the_place_of_the_error_is_the_conformal_one() -> None:
+def test_error_bound_is_the_conformal_quantile() -> None:
     """The place by hand: of nine errors the eighth (0.8 x 10), of four the fourth, of one the
     only one."""
     assert error_bound([9, 1, 8, 2, 7, 3, 6, 4, 5]) == 8
@@ -36,7 +36,7 @@ def test_each_prediction_lies_inside_the_range_of_the_others() -> None:
     assert sum(inside) / len(inside) >= COVERAGE
 
 
-def test_outcomes_of_a_program_lie_inside_the_range_that_other_programs_give() -> None:
+def test_outcomes_lie_within_the_range_of_other_programs() -> None:
     """Several changes of one program are one program: all of its outcomes are left out."""
     known = [p for p in shipped_experiments() if p.kind not in OF_THE_STEP]
     inside = [
@@ -46,7 +46,7 @@ def test_outcomes_of_a_program_lie_inside_the_range_that_other_programs_give() -
     assert sum(inside) / len(inside) >= COVERAGE
 
 
-def test_leaving_out_one_change_of_a_program_leaves_out_the_others() -> None:
+def test_excluding_a_change_excludes_its_whole_program() -> None:
     with without_program("SAM, bf16"):
         assert not [p for p in shipped_experiments() if p.group == "segment-anything"]
     assert len([p for p in shipped_experiments() if p.group == "segment-anything"]) == 2
@@ -69,19 +69,19 @@ def test_every_kind_of_edit_has_errors_to_go_by() -> None:
         (Edit(op="roofline", select=WORK), "rate"),
     ],
 )
-def test_an_edit_is_of_the_kind_of_what_it_changes(edit: Edit, expected: str) -> None:
+def test_edit_has_the_kind_of_its_changed_work(edit: Edit, expected: str) -> None:
     assert edit_kind(edit) == expected
 
 
 @pytest.mark.parametrize("gain", [0.0, 1.0, 13.1, 60.0])
-def test_no_range_is_without_width_and_none_ends_beyond_the_step(gain: float) -> None:
+def test_ranges_have_width_and_end_within_the_step(gain: float) -> None:
     edit = Edit(op="scale", select=WORK, factor=0.5)
     low, high = widened_by_kind(gain, gain, gain, [edit], 80.0)
     assert low < gain < high <= 80.0
     assert high - low >= 0.02 * 80.0 * 0.99
 
 
-def test_a_growing_batch_is_as_uncertain_as_steps_of_two_runs_are() -> None:
+def test_growing_batch_is_as_uncertain_as_two_runs() -> None:
     """The pair with 33.6 predicted and 40.3 measured has the largest of four errors; and 1%
     more."""
     edit = Edit(op="resize", select=WORK, factor=32)

@@ -59,7 +59,7 @@ def test_four_of_five_of_the_past_errors_would_have_been_inside(ledger: Path) ->
     assert result.note == "in 4 measured cases the real gain was 50–125% of the estimate"
 
 
-def test_with_nine_outcomes_the_worst_one_is_left_outside(ledger: Path) -> None:
+def test_nine_outcomes_leave_the_worst_outside(ledger: Path) -> None:
     predictions.append_predictions(ledger, [outcome(0.05), outcome(0.5), *([outcome(1.0)] * 7)])
     assert widened_range() == pytest.approx((5.0, 20.0))
 
@@ -82,7 +82,7 @@ def test_outcomes_of_the_same_hardware_go_before_others(ledger: Path) -> None:
     assert widened_range("H100") == pytest.approx((5.0, 20.0))
 
 
-def test_a_promise_of_nothing_says_nothing(ledger: Path) -> None:
+def test_zero_prediction_does_not_widen_the_range(ledger: Path) -> None:
     predictions.append_predictions(
         ledger, [Prediction(rule="a-rule", predicted=0.0, measured=0.3)] * 9
     )
@@ -101,7 +101,7 @@ def test_predictions_appended_since_are_known(ledger: Path) -> None:
     assert widened_range() == pytest.approx((5.0, 20.0))
 
 
-def test_a_finding_says_what_its_range_allows_for(ledger: Path, tmp_path: Path) -> None:
+def test_finding_explains_its_range(ledger: Path, tmp_path: Path) -> None:
     b = TraceBuilder()
     for number in range(6):
         with b.step():
@@ -127,7 +127,7 @@ def test_a_finding_says_what_its_range_allows_for(ledger: Path, tmp_path: Path) 
 # -- what is shipped ----------------------------------------------------------------------------
 
 
-def test_each_line_of_the_shipped_ledger_names_its_source_and_a_rule_that_exists() -> None:
+def test_shipped_ledger_names_sources_and_existing_rules() -> None:
     page = (Path(__file__).parents[2] / "docs" / "accuracy.md").read_text()
     rules = {rule.id for rule in load_rules()}
     assert {one.source for one in shipped_trials()} >= {"pair"}
@@ -138,7 +138,7 @@ def test_each_line_of_the_shipped_ledger_names_its_source_and_a_rule_that_exists
         assert one.device or one.source == "workload", "empty is for runs without a GPU"
 
 
-def test_lines_of_pairs_are_what_the_script_writes(
+def test_ledger_lines_of_pairs_match_the_script(
     shared_trace: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(predictions.VARIABLE, str(tmp_path / "no-predictions-of-a-user.jsonl"))

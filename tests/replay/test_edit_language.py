@@ -133,7 +133,7 @@ def test_any_edit_that_can_be_written_is_read_back(edit: Edit) -> None:
         ("remove work at:loop", "for host events"),
     ],
 )
-def test_a_word_that_says_nothing_is_refused(line: str, words: str) -> None:
+def test_meaningless_word_is_refused(line: str, words: str) -> None:
     with pytest.raises(AdvisorError, match=words):
         parse_edit(line)
 

@@ -74,7 +74,7 @@ def assert_laws(a: Analysis, name: str, count: int) -> None:
     assert not [str(violation) for violation in laws.violations]
 
 
-def test_moved_work_of_a_recording_without_steps_takes_its_time_somewhere() -> None:
+def test_moved_work_keeps_its_time_without_steps() -> None:
     """Uploads of 40 ms beside 4 ms of kernels: at most the kernels can hide them."""
     b = TraceBuilder()
     for _ in range(4):
@@ -87,7 +87,7 @@ def test_moved_work_of_a_recording_without_steps_takes_its_time_somewhere() -> N
     assert every >= uploads
 
 
-def test_without_host_events_nothing_hides_behind_idle_time() -> None:
+def test_no_work_hides_behind_idle_time_without_host_events() -> None:
     """Collectives of 40 ms beside 4 ms of kernels, and pauses of unknown cause: 4 ms at most."""
     b = TraceBuilder()
     for _ in range(4):
@@ -118,7 +118,7 @@ def test_without_a_replay_no_more_overlaps_than_runs_beside_it(rank: int) -> Non
     assert saved.low < saved.gain < saved.high == pytest.approx(exposed)
 
 
-def test_a_copy_to_the_host_still_waits_for_what_computes_it() -> None:
+def test_copy_to_host_still_waits_for_its_kernel() -> None:
     """The copy comes no earlier on a stream of its own than the kernels whose result it takes."""
     b = TraceBuilder()
     for _ in range(4):
@@ -130,7 +130,7 @@ def test_a_copy_to_the_host_still_waits_for_what_computes_it() -> None:
     assert replayer.gain([parse_edit("overlap copy:DtoH")]) < 100_000
 
 
-def test_reads_that_no_longer_block_leave_uploads_as_they_are() -> None:
+def test_nonblocking_reads_leave_uploads_unchanged() -> None:
     b = TraceBuilder()
     for _ in range(4):
         with b.step():
@@ -144,7 +144,7 @@ def test_reads_that_no_longer_block_leave_uploads_as_they_are() -> None:
     assert (reads, both) == (8, 16)  # each copies and waits
 
 
-def test_removing_a_part_of_what_moves_costs_nothing() -> None:
+def test_removing_part_of_moved_work_has_no_cost() -> None:
     """A kernel that is removed from a stream whose work moves does not hold the others together."""
     b = TraceBuilder()
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_removing_a_part_of_what_moves_costs_nothing() -> None:
     assert 0 < replayer.gain([move]) <= replayer.gain([move, remove])
 
 
-def test_a_kernel_that_starts_before_the_last_one_ends_still_does_when_merged() -> None:
+def test_overlapping_kernels_still_overlap_when_merged() -> None:
     """Programmatic dependent launch: 100 kernels of 10 µs, each 0.9 µs before the last one's end.
     All in one take the 911 µs that they do; at a tenth of their time, a tenth."""
     b = TraceBuilder(launch_us=1)
@@ -194,7 +194,7 @@ def test_a_range_ends_where_the_kernels_would_be_done_in_no_time(
         assert gain < high <= (1000 - remaining_us) * 1e3
 
 
-def test_launches_that_merging_ends_are_not_a_gain_of_launching_less() -> None:
+def test_launches_removed_by_merging_are_not_counted_twice() -> None:
     """20 kernels of 10 µs, launched one every 30 µs, become one: no launch is left to save."""
     b = TraceBuilder("A100")
     for _ in b.steps():

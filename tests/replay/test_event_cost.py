@@ -30,13 +30,13 @@ def test_without_a_record_the_event_cost_is_the_usual_one() -> None:
     assert event_cost(host_bound(median_us=None).analysis()) == USUAL
 
 
-def test_the_event_cost_is_the_lengthening_of_a_profiled_step_over_its_events() -> None:
+def test_event_cost_is_profiling_overhead_per_event() -> None:
     # 300 µs with the profiler and 200 without: 100 µs over 100 operators and the step's own range
     cost = event_cost(host_bound(median_us=200).analysis())
     assert cost == pytest.approx(100_000 / (OPS + 1), rel=0.01)
 
 
-def test_a_profiler_that_costs_nothing_adds_nothing() -> None:
+def test_profiler_without_overhead_has_no_event_cost() -> None:
     a = host_bound(median_us=310).analysis()
     assert event_cost(a) == 0.0
     replayer = WindowReplayer(a)

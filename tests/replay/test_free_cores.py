@@ -43,7 +43,7 @@ def gain(replayer: WindowReplayer, workers: int = 4) -> float:
     return replayer.gain([parse_edit(f"parallelize loader {workers}")]) / replayer.a.step_ns
 
 
-def test_without_samples_of_the_cores_they_are_taken_for_granted() -> None:
+def test_cores_are_assumed_free_without_samples() -> None:
     """Loading takes 6 of 10 ms. 1.5 ms of it remain to transfer a batch; the rest slows by 10%."""
     assert gain(replayer(computed=True, used=None)) == pytest.approx(0.39, abs=0.02)
 
@@ -52,7 +52,7 @@ def test_idle_cores_do_the_work() -> None:
     assert gain(replayer(computed=True, used=1.0, cpus=8)) == pytest.approx(0.39, abs=0.02)
 
 
-def test_on_busy_cores_loading_that_computes_takes_as_long_as_before() -> None:
+def test_workers_on_busy_cores_compete_with_the_main_thread() -> None:
     """Both cores are busy. A worker only gets the 0.6 of a core that the main thread frees by not
     loading. A batch then takes 7.5 / 0.6 = 12.5 ms, with 1.5 ms for its transfer."""
     assert gain(replayer(computed=True, used=2.0)) == pytest.approx(-0.25, abs=0.02)
@@ -77,14 +77,14 @@ def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
     assert 0.26 <= bounds.high / result.a.step_ns <= 0.35
 
 
-def test_a_step_that_computes_on_one_core_of_two_leaves_the_other_to_a_worker() -> None:
+def test_step_on_one_of_two_cores_leaves_one_to_a_worker() -> None:
     """10 ms of CPU time in 10 ms: the second core has 4 ms for the 6 of loading while the step
     computes; the other 2 ms are taken from it."""
     assert gain(replayer(computed=True, used=1.0), 1) == pytest.approx(0.4 - 0.15, abs=0.03)
 
 
 @pytest.mark.parametrize(("workers", "remaining_ms"), [(1, 7.5), (2, 6.1), (4, 6.1)])
-def test_one_worker_pays_for_each_batch_what_two_share(workers: int, remaining_ms: float) -> None:
+def test_one_worker_takes_the_whole_cost_of_each_batch(workers: int, remaining_ms: float) -> None:
     """A batch takes one worker 6 ms and 1.5 ms to pass on; the step needs 4 ms, 1.5 ms to take it
     over and a tenth of 6 ms more than without workers, and waits for the slower of the two."""
     result = replayer(computed=True, used=1.0, cpus=8)
@@ -92,7 +92,7 @@ def test_one_worker_pays_for_each_batch_what_two_share(workers: int, remaining_m
 
 
 @pytest.mark.parametrize("ready_us", [100, 400])
-def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None:
+def test_batch_transfer_cost_comes_from_the_trace(ready_us: float) -> None:
     """A loader for images without workers, and one for texts whose workers have a batch ready."""
     b = TraceBuilder()
     for _ in range(8):
@@ -115,9 +115,7 @@ def test_taking_a_batch_over_costs_what_the_trace_shows(ready_us: float) -> None
         (8.0, 8, 1.0),
     ],
 )
-def test_more_workers_have_the_cores_that_are_free(
-    used: float, cpus: int, remaining_ms: float
-) -> None:
+def test_more_workers_use_free_cores(used: float, cpus: int, remaining_ms: float) -> None:
     """The step takes as long as the loader, 10 ms per batch with the workers there are."""
     b = TraceBuilder()
     for _ in range(8):
@@ -134,7 +132,7 @@ def test_more_workers_have_the_cores_that_are_free(
     assert after / before == pytest.approx(remaining_ms, abs=0.02)
 
 
-def test_pytorchs_threads_are_taken_to_be_at_work_where_nothing_was_sampled() -> None:
+def test_pytorch_threads_are_assumed_busy_without_samples() -> None:
     b = TraceBuilder(gpu=None)
     r = b.record_of_run(cpus=4, flags={"num_threads": 3})
     r.steps(60, 10)
@@ -204,7 +202,7 @@ def test_rows_of_a_table_in_memory_are_prepared_once() -> None:
     ("beside", "batch_size", "images", "one_by_one"),
     [("PIL/Image.py(9): Image.resize", 32, True, True), ("train.py(12): crop", None, False, False)],
 )
-def test_cheaper_loading_is_said_in_words_of_what_is_loaded(
+def test_cheaper_loading_names_the_loaded_data(
     beside: str, batch_size: int | None, *, images: bool, one_by_one: bool
 ) -> None:
     """A Dataset that makes whole batches (batch_size=None) has no __getitems__ that is called."""

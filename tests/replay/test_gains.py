@@ -161,7 +161,7 @@ def test_kernels_made_faster_or_slower(
 
 @examples
 @given(SHAPES, SETTINGS, st.sampled_from(["gemm_forward", "gemm_backward"]))
-def test_kernels_that_are_not_run(
+def test_gain_of_removed_kernels(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], which: str
 ) -> None:
     check(shape, machine, remove_kernels(which), tmp_path)
@@ -196,7 +196,7 @@ def test_collectives_overlapped(tmp_path: Path, shape: Shape, machine: dict[str,
 
 @examples
 @given(SHAPES.filter(lambda s: s.comm > 0), SETTINGS, st.sampled_from([0.1, 0.5, 2.0]))
-def test_collectives_that_move_fewer_bytes_or_have_another_bandwidth(
+def test_gain_of_collectives_of_fewer_bytes_or_other_bandwidth(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float
 ) -> None:
     check(shape, machine, scale_kernels("nccl", factor), tmp_path)
@@ -210,7 +210,7 @@ def test_copies_overlapped(tmp_path: Path, shape: Shape, machine: dict[str, Any]
 
 @examples
 @given(SHAPES.filter(lambda s: s.optimizer > 0), SETTINGS, st.sampled_from([0.3, 1.0]))
-def test_kernels_merged_into_one(
+def test_gain_of_merged_kernels(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float
 ) -> None:
     check(shape, machine, merge_update(factor), tmp_path)
@@ -226,7 +226,7 @@ def test_launches_that_cost_less(
 
 @examples
 @given(SHAPES, SETTINGS)
-def test_operators_put_into_one_cuda_graph(
+def test_gain_of_operators_in_one_cuda_graph(
     tmp_path: Path, shape: Shape, machine: dict[str, Any]
 ) -> None:
     """A graph's first kernel starts when the whole graph has been launched, which the edit does
@@ -276,7 +276,7 @@ def test_matrix_products_brought_to_their_roofline(
 
 @examples
 @given(SHAPES.filter(lambda s: s.comm > 0 and s.sync != "none"), SETTINGS)
-def test_fixes_one_after_the_other(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
+def test_gain_of_combined_fixes(tmp_path: Path, shape: Shape, machine: dict[str, Any]) -> None:
     fix = combine_fixes(
         asynchronous(shape.sync),
         overlap_collectives(),
@@ -349,7 +349,7 @@ def test_a_hidden_fix_pays_after_the_fix_that_hid_it(
 # -- limits, as docs/whatif.md states them -----------------------------------------------------
 
 
-def test_the_delay_by_a_loader_that_keeps_up_is_overestimated_for_its_rate_is_hidden(
+def test_delay_of_an_idle_loader_is_overestimated(
     tmp_path: Path,
 ) -> None:
     # 1800 µs per batch; the wait at the end of the step keeps the host from asking early
@@ -359,7 +359,7 @@ def test_the_delay_by_a_loader_that_keeps_up_is_overestimated_for_its_rate_is_hi
     assert case.predicted > 1.5 * case.true
 
 
-def test_a_window_without_the_wait_that_comes_every_tenth_step_does_not_price_it(
+def test_wait_outside_the_window_has_no_gain(
     tmp_path: Path,
 ) -> None:
     shape = Shape(host=1500, device=1500, sync="device", sync_every=50)
@@ -382,7 +382,7 @@ def test_steps_are_replayed_and_starts_explained(
     assert quality.steps >= 3
 
 
-def test_edits_that_select_nothing_change_nothing(tmp_path: Path) -> None:
+def test_edits_without_matches_change_nothing(tmp_path: Path) -> None:
     replayer = replayed(run(loop(Shape(comm=300, batch=400))), tmp_path)
     nothing = [
         Edit(op="remove", select=Select(on="gpu", name="no such kernel")),
@@ -399,7 +399,7 @@ def test_edits_that_select_nothing_change_nothing(tmp_path: Path) -> None:
         assert replayer.gain([edit]) == pytest.approx(0.0, abs=1.0), edit.op
 
 
-def test_edits_compose_in_any_order_where_they_touch_different_things(tmp_path: Path) -> None:
+def test_independent_edits_compose_in_any_order(tmp_path: Path) -> None:
     shape = Shape(comm=900, sync="item", batch=400, python=400)
     replayer = replayed(run(loop(shape)), tmp_path)
     edits = [
@@ -426,7 +426,7 @@ def test_removed_host_time_is_removed_once(tmp_path: Path) -> None:
     assert replayer.gain([frame]) == pytest.approx(800e3, rel=0.05)
 
 
-def test_the_loader_selector_of_the_programs_is_that_of_the_language() -> None:
+def test_loader_selector_matches_the_edit_language() -> None:
     from advisor.replay.edit_language import parse_edit
 
     assert parse_edit("parallelize loader 2").select.name.startswith("^enumerate")

@@ -59,7 +59,7 @@ def test_a_pageable_copy_waits_for_the_work_before_it(shared_trace: Find) -> Non
     assert np.sort(waited)[-6:] / 1e3 == pytest.approx(sorted(uploads), abs=1)
 
 
-def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
+def test_copied_waits_are_unexplained_despite_a_right_total(
     shared_trace: Find,
 ) -> None:
     replayer = replay(shared_trace("a100_train_6steps"))
@@ -80,7 +80,7 @@ def test_waits_that_are_copied_are_not_explained_however_right_the_step_is(
     assert before.waits_explained > 0.9
 
 
-def test_idle_time_that_stays_when_the_host_takes_none_is_not_explained(
+def test_idle_time_left_without_host_time_is_unexplained(
     shared_trace: Find,
 ) -> None:
     """Launches that are late by themselves: all host time is taken for latency."""

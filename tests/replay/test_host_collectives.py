@@ -41,7 +41,7 @@ def test_an_edit_of_communication_is_of_the_waits_for_gloo(line: str, saved: flo
     assert replay.gain([edit]) == pytest.approx(saved * US, abs=8 * US)
 
 
-def test_hidden_communication_is_as_long_as_the_work_that_hides_it() -> None:
+def test_hidden_communication_is_bounded_by_overlapping_work() -> None:
     b = TraceBuilder(None, rank=0, world_size=2)
     for _ in b.steps(6):
         b.on_host("aten::mm", 400)
@@ -50,7 +50,7 @@ def test_hidden_communication_is_as_long_as_the_work_that_hides_it() -> None:
     assert replay.gain([parse_edit("overlap comm")]) == pytest.approx(400 * US, abs=10 * US)
 
 
-def test_half_of_it_is_counted_where_it_is_issued_earlier_and_none_at_worst() -> None:
+def test_earlier_communication_gains_half_and_at_least_zero() -> None:
     replay = training()
     gain, low, *_ = replay.gain_range([parse_edit("overlap comm ahead")])
     assert gain == pytest.approx(800 * US, abs=10 * US)

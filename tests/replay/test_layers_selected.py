@@ -29,7 +29,7 @@ def blocks(*, kernel_us: float, host_us: float) -> Analysis:
     return t.analysis()
 
 
-def test_a_kind_selects_all_modules_of_it_with_those_inside() -> None:
+def test_kind_selects_its_modules_and_their_submodules() -> None:
     a = blocks(kernel_us=100, host_us=5)
     assert a.layers is not None
     assert sorted(a.layers.nodes["name"])[:3] == ["Block_0", "Block_1", "Block_2"]
@@ -42,14 +42,14 @@ def test_a_kind_selects_all_modules_of_it_with_those_inside() -> None:
     assert (work_nodes(a) < 0).sum() == 4  # the head
 
 
-def test_half_of_the_layers_on_a_busy_device_saves_half_of_their_kernels() -> None:
+def test_halving_layers_of_a_busy_device_halves_kernels() -> None:
     replayer = WindowReplayer(blocks(kernel_us=1000, host_us=5))
     gain = replayer.gain([parse_edit("scale layer:Block 0.5")])
     assert gain == pytest.approx(3 * 1_000_000 / 2, rel=0.02)
     assert replayer.gain([parse_edit("remove layer:Block_1")]) == pytest.approx(1e6, rel=0.02)
 
 
-def test_half_of_the_layers_of_a_launch_bound_step_saves_half_of_their_host_time() -> None:
+def test_halving_layers_of_a_launch_bound_step_halves_host_time() -> None:
     a = blocks(kernel_us=1, host_us=400)
     replayer = WindowReplayer(a)
     gain = replayer.gain([parse_edit("scale layer:Block 0.5")])
@@ -74,7 +74,7 @@ def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
     assert what_if(run, ["scale family:gemm 0.5", "overlap layer:Block"]).notes == ()
 
 
-def test_an_edit_that_selects_nothing_is_answered_with_the_modules() -> None:
+def test_layer_edit_without_matches_lists_modules() -> None:
     near_matches = find_near_matches(
         blocks(kernel_us=100, host_us=5), Select(on="gpu", layer="blok")
     )

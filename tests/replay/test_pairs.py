@@ -40,7 +40,7 @@ def test_measured_changes_are_inside_the_range(row: Row) -> None:
     assert row.inside, row
 
 
-def test_the_point_is_within_a_quarter_of_what_happened(row: Row) -> None:
+def test_estimate_is_within_a_quarter_of_the_measurement(row: Row) -> None:
     assert row.error <= CLOSE, row
 
 
@@ -48,7 +48,7 @@ def test_the_range_is_narrow_enough_to_be_useful(row: Row) -> None:
     assert 0 < row.width <= NARROW, row
 
 
-def test_fused_attention_is_estimated_by_its_flops_where_the_host_waits_for_the_device(
+def test_fused_attention_is_estimated_by_flops_if_device_bound(
     shared_trace: Find,
 ) -> None:
     """95 of 119 ms of kernels are attention, and the host waits 94 ms for them. Twelve layers have
@@ -67,7 +67,7 @@ def test_fused_attention_is_estimated_by_its_flops_where_the_host_waits_for_the_
     ("number", "before", "after"),
     [(0, (154.8, 155.0), (128.3, 121.2)), (1, (160.2, None), (115.7, None))],
 )
-def test_steps_are_measured_as_by_those_who_published_them(
+def test_steps_match_their_published_measurements(
     shared_trace: Find,
     number: int,
     before: tuple[float, float | None],
@@ -92,7 +92,7 @@ def test_steps_are_measured_as_by_those_who_published_them(
         ("pairs/particle_batch64", 40.3),
     ],
 )
-def test_runs_without_steps_are_measured_as_by_those_who_published_them(
+def test_runs_without_steps_match_published_measurements(
     shared_trace: Find, name: str, span: float
 ) -> None:
     assert bench_pairs.whole_recording(Path(shared_trace(name))).mean == pytest.approx(

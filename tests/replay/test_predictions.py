@@ -42,7 +42,7 @@ def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
     )
 
 
-def test_a_rule_is_identified_by_what_became_of_its_promises() -> None:
+def test_rule_record_summarizes_its_measured_gains() -> None:
     records_by_rule = predictions.records_by_rule(
         [
             make_prediction(0.4),
@@ -61,7 +61,7 @@ def test_a_rule_is_identified_by_what_became_of_its_promises() -> None:
     "line",
     [b"{", b"[]", b'{"schema": "advisor.ledger/2"}', b'{"predicted": 1e999}', b"\xff\xfe"],
 )
-def test_a_line_that_is_none_of_ours_is_passed_over_and_counted(line: bytes) -> None:
+def test_foreign_ledger_line_is_skipped_and_counted(line: bytes) -> None:
     import msgspec
 
     good = msgspec.json.encode(make_prediction(0.4))
@@ -81,7 +81,7 @@ def test_a_gain_that_never_came_counts_as_little_not_as_nothing() -> None:
     assert make_prediction(-0.2).ratio == predictions.MIN_RATIO
 
 
-def test_a_ledger_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_unwritable_ledger_is_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(AdvisorError, match="cannot be written"):
         predictions.append_predictions(tmp_path / "file" / "ledger.jsonl", [make_prediction(0.4)])

@@ -190,9 +190,7 @@ def test_unchanged_steps_of_every_rank_are_replayed(
 
 
 @pytest.mark.parametrize("comm", [900.0, 6000.0])
-def test_steps_that_a_host_far_ahead_launched_begin_with_the_work_before_them(
-    tmp_path: Path, comm: float
-) -> None:
+def test_steps_launched_far_ahead_start_after_earlier_work(tmp_path: Path, comm: float) -> None:
     """Nothing holds the host, which launches 12 steps within the first four of the device. What it
     had launched before them runs first, also after it is done with all."""
     shape = Shape(seed=3, layers=6, host=400, device=1500, python=50, comm=comm, optimizer=10)
@@ -208,7 +206,7 @@ def test_steps_that_a_host_far_ahead_launched_begin_with_the_work_before_them(
     assert gain == pytest.approx(true, rel=WITHIN)
 
 
-def test_the_second_slowest_of_three_ranks_is_waited_for_once_the_slowest_is_on_time(
+def test_second_slowest_rank_limits_the_gain_of_the_slowest(
     tmp_path: Path,
 ) -> None:
     """Compute of 1500, 1900 and 2500 µs: 600 µs can be saved, not 1000."""
@@ -230,7 +228,7 @@ def test_one_rank_alone_cannot_tell_waiting_from_transfer(tmp_path: Path) -> Non
     assert WindowReplayer(case.ranks[0]).gain([edit]) / 1e3 > 0.1 * case.period
 
 
-def test_the_late_rank_itself_on_time_gains_what_the_others_gain(tmp_path: Path) -> None:
+def test_late_rank_gains_as_much_as_the_others(tmp_path: Path) -> None:
     programs = [loop(replace(BASE, device=2500)), loop(BASE)]
     case = Case(programs, [programs[1], programs[1]], QUIET, tmp_path)
     case.check(Edit(op="remove_skew", select=COMM, rank=0), within=WITHIN)
@@ -256,7 +254,7 @@ def test_an_edit_that_makes_kernels_longer_makes_the_job_slower(tmp_path: Path) 
     case.check(*fix.edits, within=WITHIN)
 
 
-def test_edits_of_work_of_transfers_and_of_a_late_rank_are_distinguished(tmp_path: Path) -> None:
+def test_edits_of_work_transfers_and_lateness_differ(tmp_path: Path) -> None:
     """Each row's gain is on top of those before; together they are what all of them save."""
     programs = [loop(BASE), loop(replace(BASE, device=2500))]
     analyze_ranks(Cluster(programs, **QUIET), tmp_path)
@@ -285,7 +283,7 @@ def test_two_ranks_of_a_public_run_come_out_as_measured_together(
         assert abs(answer.ranks_error or 1.0) <= 0.005
 
 
-def test_hiding_sends_gains_a_public_job_no_more_than_its_busier_gpu_sends(
+def test_hiding_sends_gains_at_most_the_sends_of_the_busier_gpu(
     shared_file: Callable[[str], str],
 ) -> None:
     """Both GPUs take as long for a block of the model; so none gets faster than the one that sends
@@ -311,7 +309,7 @@ def test_hiding_sends_gains_a_public_job_no_more_than_its_busier_gpu_sends(
     assert fused is not None and fused.is_job_gain and (fused.gain_ns or 0) > max(sending)
 
 
-def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path) -> None:
+def test_ranks_of_a_folder_are_replayed_together(tmp_path: Path) -> None:
     analyze_ranks(Cluster([loop(BASE), loop(replace(BASE, device=2500))], **QUIET), tmp_path)
     answer = what_if(open_run(str(tmp_path)), ["remove_skew comm rank:1"])
     assert answer.ranks == (0, 1)
@@ -322,7 +320,7 @@ def test_a_folder_of_ranks_is_replayed_together_and_a_file_alone(tmp_path: Path)
         what_if(open_run(str(tmp_path)), [], rank=3)
 
 
-def test_the_package_can_be_called_by_the_name_of_the_public_function(tmp_path: Path) -> None:
+def test_whatif_is_callable_before_and_after_module_imports(tmp_path: Path) -> None:
     """The call works before and after one of its modules was imported, which makes the name mean
     the package."""
     analyze_ranks(Cluster([loop(BASE)], **QUIET), tmp_path)
@@ -374,7 +372,7 @@ def test_eight_ranks_are_replayed_together(dlrm: Path) -> None:
     assert abs(answer.ranks_error or 1.0) < 0.005
 
 
-def test_a_late_rank_on_time_gains_no_more_than_the_step_of_who_never_waits(dlrm: Path) -> None:
+def test_gain_of_a_late_rank_is_bounded_by_the_unwaiting_rank(dlrm: Path) -> None:
     """Rank 7 of the DLRM job waits for nobody, and takes 12.5 ms; rank 0 takes 14.5. Rank 7 gets
     the others' time for its own work alone, so the job saves less than all that rank 0 waits."""
     run = open_run(dlrm)

@@ -59,9 +59,7 @@ def test_steps_are_replayed_within_2_percent(shared_trace: Find, name: str) -> N
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_steps_of_every_other_trace_are_replayed_within_5_percent(
-    shared_trace: Find, name: str
-) -> None:
+def test_other_real_traces_are_replayed_within_5_percent(shared_trace: Find, name: str) -> None:
     assert replayed(shared_trace(name)).quality.step_error <= 0.05
 
 
@@ -115,7 +113,7 @@ def test_the_explained_share_shows_filtered_syncs_and_kernels(
     assert explained < 0.5
 
 
-def test_a_thread_that_only_waits_for_those_that_launch_does_not_set_the_pace(
+def test_thread_waiting_for_launching_threads_is_not_critical(
     shared_file: Find,
 ) -> None:
     """TensorFlow's executors launch all 688 pieces of work; 30% of the step the GPU waits for them,
@@ -130,7 +128,7 @@ def test_a_thread_that_only_waits_for_those_that_launch_does_not_set_the_pace(
     assert any("other threads launch 100% of the work" in limit for limit in report.limits)
 
 
-def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard_part(
+def test_naive_twin_gets_the_total_right_but_no_hard_time(
     shared_trace: Find,
 ) -> None:
     """A right total alone proves nothing. Where streams wait for each other it is wrong as well."""
@@ -146,7 +144,7 @@ def test_a_twin_that_copies_host_times_gets_the_total_right_and_explains_no_hard
 # -- fixes ---------------------------------------------------------------------------------------
 
 
-def test_free_collectives_off_the_critical_path_gain_less_than_their_exposed_time(
+def test_noncritical_collectives_gain_less_than_exposed(
     shared_trace: Find,
 ) -> None:
     """Collectives are exposed for 13 to 24% of the steps of this run, and taking that for the
@@ -203,9 +201,7 @@ def union_length(spans: list[tuple[float, float]]) -> float:
 
 
 @pytest.mark.parametrize("name", ["h100_bert_small_inference", "b200_eager"])
-def test_launch_bound_steps_come_down_to_the_device_or_the_host_that_remains(
-    shared_trace: Find, name: str
-) -> None:
+def test_launch_bound_steps_shrink_to_remaining_work(shared_trace: Find, name: str) -> None:
     """Each step has launches only between its first operator that launches and its last. Left
     are the host before and after these (by hand, from the file) and 1 µs per launch; the device
     works 309 of 4,426 µs and 11.6 of 87.4 ms. The step cannot be shorter than either, nor longer
@@ -273,7 +269,7 @@ def test_the_critical_path_of_a_busy_device_is_the_devices(shared_trace: Find) -
     assert {path: share for path, share in busy.items() if share > 0.1} == {}
 
 
-def test_work_launched_before_the_window_is_not_on_its_critical_path(shared_file: Find) -> None:
+def test_work_launched_before_the_window_is_not_critical(shared_file: Find) -> None:
     """Both GPUs begin with a queue of earlier work, of 9.7 ms and of 315 ms."""
     for name in ("mi300x_kernels_after_steps.json.gz", "h100/vocabulary"):
         run = open_run(shared_file(name))
@@ -283,7 +279,7 @@ def test_work_launched_before_the_window_is_not_on_its_critical_path(shared_file
         assert parts["compute"] >= 0.99 * sum(parts.values())
 
 
-def test_a_host_that_launches_just_in_time_does_not_limit_a_busy_device() -> None:
+def test_just_in_time_host_does_not_limit_a_busy_device() -> None:
     """Each kernel starts 2 to 3 µs after the one before it, as its launch arrives."""
     b = TraceBuilder()
     for _ in range(4):

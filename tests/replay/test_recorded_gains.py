@@ -28,7 +28,7 @@ LAUNCHES = Edit(
 )
 
 
-def test_steps_that_differ_by_more_than_the_usual_cost_do_not_show_the_cost() -> None:
+def test_varying_steps_do_not_reveal_the_profiling_cost() -> None:
     """Profiled steps of 100 to 900 µs beside others of 100 to 900 µs: their medians differ by
     chance, and five of them know theirs to 166 µs; the usual cost is 81 µs."""
     b = host_bound(median_us=None)
@@ -42,7 +42,7 @@ def test_steps_that_differ_by_more_than_the_usual_cost_do_not_show_the_cost() ->
     assert median_error(times) == pytest.approx(1.2533 * 1.4826 * 200 / 5**0.5)
 
 
-def test_the_cost_is_that_of_the_window_itself_not_of_another_one() -> None:
+def test_profiling_cost_is_that_of_the_same_window() -> None:
     """Window 0: 300 µs beside 200. Window 1, not this one, came in a slower phase: 900."""
     b = host_bound(median_us=None)
     r = b.record_of_run()
@@ -67,7 +67,7 @@ def eager(recorded_us: float | None) -> TraceBuilder:
     return b
 
 
-def test_launch_costs_of_a_bare_trace_are_those_of_a_step_without_the_profiler() -> None:
+def test_launch_costs_of_a_bare_trace_exclude_the_profiler() -> None:
     """100 operators and launch calls of 0.8 µs each that only the profiler takes are no gain; the
     range still reaches what the profiled step would gain."""
     replayer = WindowReplayer(eager(None).analysis())
@@ -79,7 +79,7 @@ def test_launch_costs_of_a_bare_trace_are_those_of_a_step_without_the_profiler()
     assert high >= profiled
 
 
-def test_the_profiler_lengthens_host_time_and_the_device_keeps_its_own() -> None:
+def test_profiler_lengthens_host_time_but_not_device_time() -> None:
     """The run's own steps take 1.5 ms, profiled ones 2.6. Without launch costs both become the
     device's 400 µs and little more, not the same share of the step."""
     estimator = ReplayEstimator(eager(1500).analysis())
@@ -94,7 +94,7 @@ def test_the_profiler_lengthens_host_time_and_the_device_keeps_its_own() -> None
     assert busy == 400_000 and period < 600_000
 
 
-def test_savings_of_several_ranks_are_of_the_own_step_and_collectives_of_the_measured_one() -> None:
+def test_rank_savings_use_own_step_and_measured_collectives() -> None:
     result = analyze_cached(str(RECORDED / "gloo_metrics.slow"))
     estimator, (collectives, overlap, *_) = result.estimator, result.report.findings
     assert isinstance(estimator, RanksEstimator) and collectives.rule == "collectives-in-step"
@@ -104,7 +104,7 @@ def test_savings_of_several_ranks_are_of_the_own_step_and_collectives_of_the_mea
     assert estimator.reference_ns(overlap.edits) == reference_ns
 
 
-def test_a_decode_step_gains_what_a_cuda_graph_brought() -> None:
+def test_decode_step_gain_matches_a_measured_cuda_graph() -> None:
     """Measured: 12.0 to 13.5 of 14.0 ms (tests/corpus/truth.toml), of which 1.28 ms must remain."""
     report = analyze(str(CORPUS / "h100" / "decode_batch1"))
     impact = report.findings[0].impact
@@ -121,7 +121,7 @@ def test_an_estimate_of_launch_costs_is_not_its_own_upper_end(name: str) -> None
     assert impact.gain_ns < 0.95 * impact.high_ns
 
 
-def test_device_work_that_a_fix_ends_takes_as_long_without_the_profiler() -> None:
+def test_device_work_removed_by_a_fix_is_not_rescaled() -> None:
     """The device paces this run: its steps are 8% shorter than profiled ones, and fused attention
     saved 50.4 to 53.6 ms of them (tests/corpus/truth.toml); 47.3 as a share of the step."""
     report = analyze(str(CORPUS / "h100" / "gpt2_eager_attention"))
@@ -130,7 +130,7 @@ def test_device_work_that_a_fix_ends_takes_as_long_without_the_profiler() -> Non
     assert impact is not None and impact.gain_ns == pytest.approx(50.4e6, rel=0.05)
 
 
-def test_a_fix_that_gains_far_less_than_its_evidence_says_why() -> None:
+def test_fix_gaining_less_than_its_evidence_is_explained() -> None:
     report = analyze(str(CORPUS / "h100" / "wide_embedding"))
     finding = report.findings[0]
     assert finding.impact is not None and finding.impact.gain_ns is not None
@@ -142,7 +142,7 @@ def test_a_fix_that_gains_far_less_than_its_evidence_says_why() -> None:
     assert beyond_evidence(finding, without_device) == []  # no word of a GPU
 
 
-def test_a_note_says_how_much_of_the_evidence_stays() -> None:
+def test_note_gives_the_remaining_share_of_evidence() -> None:
     """Kernels on doubles: those limited by memory keep their time, so half of the whole is no
     expectation; the GPU is busy throughout the step after this fix."""
     report = analyze(str(CORPUS / "h100" / "numpy_double"))

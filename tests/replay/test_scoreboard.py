@@ -34,7 +34,7 @@ def size(name: str) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def test_the_page_begins_with_the_sum_of_the_programs_that_were_new() -> None:
+def test_scoreboard_starts_with_the_sum_of_new_programs() -> None:
     text = " ".join(scoreboard.PAGE.read_text().split())
     groups = re.search(r"By group these are (.*?);", text)[1]
     pairs = [(int(right), int(of)) for right, of in re.findall(r"(\d+) of (\d+)", groups)]
@@ -52,7 +52,7 @@ def test_every_known_file_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in TRUTH if size(name) < QUICK])
-def test_the_row_is_what_the_report_leads_with(name: str) -> None:
+def test_scoreboard_row_is_the_first_finding(name: str) -> None:
     measured = "saves_ms" in TRUTH[name]  # then its own figures are no part of its ranges
     report = None if measured else analyze_cached(scoreboard.file_of(name)).report
     row = scoreboard.row(name, TRUTH[name], report)
@@ -62,6 +62,6 @@ def test_the_row_is_what_the_report_leads_with(name: str) -> None:
     assert row.inside is not False or name.startswith("h100/")
 
 
-def test_four_of_five_ranges_hold_what_was_measured_and_misses_are_on_the_page() -> None:
+def test_four_of_five_ranges_hold_and_misses_are_listed() -> None:
     assert len(HELD) >= 18
     assert sum(HELD.values()) >= COVERAGE * len(HELD)

@@ -504,7 +504,7 @@ def mutator_chunks() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("kind", "first", "last"), list(mutator_chunks()))
-def test_a_damaged_file_costs_one_line_and_no_more(
+def test_damaged_file_gives_one_line_error(
     kind: Callable[[int, dict[str, Any], Path], Mutant],
     first: int,
     last: int,

@@ -91,7 +91,7 @@ def test_nonsense_that_a_users_rule_yields_is_a_skipped_check(
         {"attribute": "inference = []"},
     ],
 )
-def test_a_users_rule_with_nonsense_attributes_is_one_line(
+def test_user_rule_with_invalid_attributes_is_one_line_error(
     parts: dict[str, str], slow_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = str(write_rule(tmp_path, **parts))
@@ -124,7 +124,7 @@ def test_a_ratio_of_the_ledger_is_a_number(
     assert json.loads(output)[0]["rule"] == "a\u202egnp.exe\u2066"
 
 
-def test_the_ledger_says_whose_trials_it_shows(
+def test_ledger_counts_shipped_and_own_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.jsonl"

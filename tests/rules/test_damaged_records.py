@@ -168,7 +168,7 @@ def test_a_line_with_numbers_beyond_all_bounds_costs_only_itself(tmp_path: Path)
     assert recorded is not None and recorded.dur.tolist() == [1000]
 
 
-def test_a_file_whose_end_is_missing_says_nothing_of_backward_passes_that_are_not_there() -> None:
+def test_truncated_file_gives_no_finding_on_backward_passes() -> None:
     rule = EvalWithoutNoGrad()
     trace = EvalWithoutNoGrad.examples()["validation"].trace()  # type: ignore[union-attr]
     cut = replace(trace, meta=replace(trace.meta, truncated=True))

@@ -63,7 +63,7 @@ def examples(*, traps: bool) -> list[object]:
 
 
 @pytest.mark.parametrize(("rule", "example"), examples(traps=False))
-def test_a_rule_fires_on_what_it_is_for_and_what_it_finds_is_actionable(
+def test_rule_fires_on_its_example_with_an_actionable_finding(
     rule: Rule, example: TraceBuilder
 ) -> None:
     result = findings_of_rule(rule, read(example))
@@ -94,7 +94,7 @@ def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
         assert guard and guard in guard_of(rule, subject)
 
 
-def test_a_guard_that_is_not_what_holds_a_trap_is_noticed() -> None:
+def test_wrong_guard_of_a_trap_is_detected() -> None:
     """A swap: the trap for the disks with the guard for the cores, and the other way round."""
     (rule,) = [rule for rule in RULES if rule.id == "cpu-bound-transforms"]
     traps = rule.examples()

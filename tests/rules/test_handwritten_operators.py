@@ -148,6 +148,6 @@ def fused(x: Any, weight: Any) -> Any:
 
 
 @pytest.mark.parametrize("function", [adam, mse, swiglu, fused])
-def test_other_arithmetic_is_none_of_them(function: Callable[..., Any]) -> None:
+def test_other_arithmetic_is_no_handwritten_operator(function: Callable[..., Any]) -> None:
     text = run(function, torch.ones(2, 4, 8), torch.ones(8))
     assert list(chains_in(text)) == [], text

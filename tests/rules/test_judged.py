@@ -74,7 +74,7 @@ def test_the_cost_of_launching_is_idle_time_before_late_launches(
     assert 0.35 * late_launches(a) < idle < late_launches(a)
 
 
-def test_a_quarter_of_a_second_of_python_before_the_first_kernel_is_not_a_launching(
+def test_python_before_the_first_kernel_is_no_launch_time(
     shared_trace: Trace,
 ) -> None:
     """Python takes the time: 70,101 pieces before the first kernel, most of them in
@@ -113,9 +113,7 @@ def test_functions_around_the_models_count_together(shared_trace: Trace) -> None
 
 
 @pytest.mark.parametrize("name", ["mi300_timesformer_inference", "diffusion/flux1_mi300x_xdit"])
-def test_the_last_copy_of_a_recording_fetches_its_result_and_holds_nothing_back(
-    shared_trace: Trace, name: str
-) -> None:
+def test_final_copy_of_a_recording_does_not_block(shared_trace: Trace, name: str) -> None:
     """The copy waits for 94 and 114 ms of device work, and nothing is launched after it."""
     a = analysis(shared_trace(name))
     cpu = a.trace.cpu
@@ -146,7 +144,7 @@ def test_half_of_a_compiled_models_time_the_host_waits_in_reads(shared_trace: Tr
     assert 0.75 * every < evidence_value(finding, "host blocked in reads") < every
 
 
-def test_reads_of_single_items_come_with_the_launches_between_them(shared_trace: Trace) -> None:
+def test_single_item_reads_include_launches_between_them(shared_trace: Trace) -> None:
     """The authors went from 2,565 to 1,406 ms by encoding masks together, with 5,768 launches in
     place of 19,746. A capture allows none of its 7,023 reads, so CUDA graphs are no second fix."""
     report = analyze(shared_trace("pairs/sam_1_fp32_many_syncs"), Options(config={}))
@@ -193,9 +191,7 @@ def test_advice_for_all_to_alls_follows_what_they_send(
         ("Optimizer.step#Muon.step", "Start the optimizer's collective"),
     ],
 )
-def test_an_all_to_all_that_nothing_explains_has_the_general_advice(
-    mark: str, expected: str
-) -> None:
+def test_unexplained_all_to_all_gets_general_advice(mark: str, expected: str) -> None:
     b = TraceBuilder(rank=0, world_size=8)
     for _ in b.steps():
         b.run("aten::mm", "ampere_bf16_s16816gemm", 3000, [[512, 512], [512, 512]], "float")
@@ -258,7 +254,7 @@ def test_a_message_slower_than_similar_ones_may_be_a_wait(shared_trace: Trace) -
     assert replay.gain([edit]) == replay.gain([replace(edit, factor_high=None)])
 
 
-def test_ranks_of_one_job_get_one_advice(shared_trace: Trace) -> None:
+def test_ranks_of_one_job_share_one_advice(shared_trace: Trace) -> None:
     """The longest of rank 0 is alltoall_fwd_single, of rank 1 alltoall_bwd_single, of bytes: both
     run torchrec's functions, whose backward pass autograd knows."""
     first, second = (
@@ -270,7 +266,7 @@ def test_ranks_of_one_job_get_one_advice(shared_trace: Trace) -> None:
     assert "on the wire" not in f"{first.fix} {first.code}"
 
 
-def test_a_collective_that_is_waited_for_at_once_runs_alone(shared_trace: Trace) -> None:
+def test_collective_awaited_immediately_is_exposed(shared_trace: Trace) -> None:
     """Rank 7's longest: the next kernel is launched while it runs, and starts when it ends."""
     a = analysis(shared_trace("dlrm_8ranks/worker7.pt.trace"))
     gpu = a.trace.gpu.with_columns(end=pl.col("ts") + pl.col("dur")).sort("ts")
@@ -285,7 +281,7 @@ def test_a_collective_that_is_waited_for_at_once_runs_alone(shared_trace: Trace)
     assert evidence_value(finding, "exposed and waited for at once") == end - start
 
 
-def test_small_grids_are_those_with_fewer_blocks_than_a_v100_has_units(shared_trace: Trace) -> None:
+def test_small_grids_have_fewer_blocks_than_v100_sms(shared_trace: Trace) -> None:
     a = analysis(shared_trace("dlrm_8ranks/worker1.pt.trace"))
     gpu = a.trace.gpu.filter(pl.Series(a.in_window) & (pl.col("kind") == "kernel"))
     gpu = gpu.filter(~pl.col("name").cast(pl.String).str.contains("nccl"))
@@ -345,7 +341,7 @@ def test_a_tail_at_98_percent_of_the_rate_is_not_counted(shared_trace: Trace) ->
     assert not [place for place in places if "sgemm" in str(place.kernel)]
 
 
-def test_layer_norm_over_short_rows_moves_its_tensor_at_a_sixth_of_the_memorys_rate(
+def test_layer_norm_of_short_rows_is_below_memory_bandwidth(
     shared_trace: Trace,
 ) -> None:
     """16,384 rows of 128, in and out: bytes over time, by hand. An A100's memory: 1,555 GB/s."""
@@ -366,7 +362,7 @@ def test_layer_norm_over_short_rows_moves_its_tensor_at_a_sixth_of_the_memorys_r
     assert f": {rate:,.0f} of " in str(operators[0])
 
 
-def test_a_long_step_that_compiles_is_advised_to_compile_before_the_loop() -> None:
+def test_compiling_step_is_advised_to_compile_before_the_loop() -> None:
     """The advice is not to do "it" in another thread, which is possible for a checkpoint."""
     examples = LongStep.examples()
     fixes = {}
@@ -393,7 +389,7 @@ def test_a_long_step_that_compiles_is_advised_to_compile_before_the_loop() -> No
         ("pairs/particle_batch2", "launch-bound"),
     ],
 )
-def test_a_count_is_of_what_stands_beside_it(shared_trace: Trace, name: str, rule: str) -> None:
+def test_kernel_counts_match_the_named_kernel(shared_trace: Trace, name: str, rule: str) -> None:
     """No kernel is said to run more often than the file has it; other counts name what they are."""
     a = analysis(shared_trace(name))
     (finding,) = findings_of(a, rule)

@@ -83,7 +83,7 @@ def test_on_a_geforce_card_bf16_is_the_faster_format() -> None:
 SLOW = GEMM.replace("_ldg8", "")
 
 
-def test_padded_products_take_what_similar_aligned_ones_of_the_recording_do() -> None:
+def test_padded_products_take_the_time_of_aligned_ones() -> None:
     """4097 is padded to 4160. The aligned product with 4096 takes 200 µs, so 34.9 of its GFLOPs
     take 203; the misaligned one took 1000, the family 1200."""
     aligned, unaligned = [[4096, 1024], [1024, 4096]], [[4096, 1024], [1024, 4097]]
@@ -95,7 +95,7 @@ def test_padded_products_take_what_similar_aligned_ones_of_the_recording_do() ->
     assert edit.factor_low == pytest.approx((200 + ideal * 1e6 + KERNEL_NS / 1e3) / 1200, rel=2e-3)
 
 
-def test_a_misaligned_product_gains_what_its_own_rate_leaves() -> None:
+def test_misaligned_product_gains_up_to_its_attainable_rate() -> None:
     """The oddness of a width of 1613 leaves tensor cores of an H100 at 130 of 794.5 TFLOP/s
     attainable: 1312 µs. Padded to 1664, at 80% of that rate, 182 GFLOP take 286 µs and not 60%
     of 1312."""
@@ -113,7 +113,7 @@ def test_a_misaligned_product_at_full_speed_gains_nothing() -> None:
     assert edit.factor == 1.0
 
 
-def test_without_a_rate_misaligned_products_take_the_usual_part_of_their_time() -> None:
+def test_misaligned_products_without_rate_gain_the_usual_share() -> None:
     """Half of the matrix time is misaligned: the family as a whole gets half of the gain."""
     b = steps(
         ("aten::mm", [[4096, 1024], [1024, 4096]], HALF, GEMM, 1000),
@@ -127,7 +127,7 @@ def test_without_a_rate_misaligned_products_take_the_usual_part_of_their_time() 
     assert "60%" in finding.assumptions[0]
 
 
-def test_a_row_length_that_is_not_a_multiple_is_found_in_the_strides() -> None:
+def test_misaligned_row_length_is_found_in_the_strides() -> None:
     """A slice of 1024 columns out of 1027: the shape is fine, the rows are not."""
     shapes, strides = [[4096, 1024], [1024, 4096]], [[1027, 1], [4096, 1]]
     b = TraceBuilder()
@@ -148,7 +148,7 @@ def test_a_row_length_that_is_not_a_multiple_is_found_in_the_strides() -> None:
     assert "row length 5121" in finding.summary
 
 
-def test_without_shapes_alignment_is_asked_for() -> None:
+def test_shapes_are_requested_to_check_alignment() -> None:
     b = steps(("aten::mm", None, HALF, GEMM.replace("_ldg8", ""), 1000))
     (rule,) = [r for r in load_rules(config={}) if r.id == "misaligned-gemm"]
     (outcome,) = rule.check(b.analysis())
@@ -163,7 +163,7 @@ def test_empty_multiprocessors_count_by_half() -> None:
     assert edit.factor_low == pytest.approx(0.25, rel=1e-4)
 
 
-def test_the_last_wave_wastes_what_is_missing_to_a_whole_one() -> None:
+def test_last_wave_wastes_its_missing_blocks() -> None:
     """256 threads with 128 registers each: two blocks of 32768 registers fit, 216 on the device;
     270 blocks are 1.25 waves, which take the time of 2: 37.5% is empty."""
     b = steps(("aten::mm", [[4096, 4096]] * 2, HALF, GEMM, 1000), blocks=270, registers=128)
@@ -173,7 +173,7 @@ def test_the_last_wave_wastes_what_is_missing_to_a_whole_one() -> None:
     assert edit.factor_high == 1.0
 
 
-def test_a_merged_chain_moves_only_what_enters_and_leaves() -> None:
+def test_merged_chain_moves_only_inputs_and_outputs() -> None:
     """Four additions of two 64 MiB tensors move 12 tensors; merged, three links save a write and
     a read each, 6 of 12, or 70% of that at worst."""
     shape = [[32, 1024, 1024]] * 2
@@ -201,7 +201,7 @@ def test_a_chain_goes_on_over_a_mean_of_its_rows() -> None:
     assert edit.factor == pytest.approx(1 - 2 / 5, rel=0.01)
 
 
-def test_a_convolution_without_a_cause_gains_between_a_little_and_much() -> None:
+def test_convolution_without_a_cause_has_a_wide_gain_range() -> None:
     """59 GFLOP at 20% of the rate (1.09 ms on an A100): 0.25 of it saves a fifth, 0.7 five
     sevenths; whether the library has a faster kernel, only a search tells: the geometric mean."""
     shapes = [[64, 256, 28, 28], [256, 256, 3, 3], [], [], [], [], [], [], []]
@@ -223,7 +223,7 @@ def test_a_convolution_without_a_cause_gains_between_a_little_and_much() -> None
     assert "geometric mean" in finding.assumptions[0]
 
 
-def test_a_merged_chain_takes_at_least_as_long_as_its_longest_kernel() -> None:
+def test_merged_chain_is_no_faster_than_its_longest_kernel() -> None:
     shape = [[32, 1024, 1024]] * 2
     times = (100.0, 100.0, 1000.0)
     b = steps(*[("aten::add", shape, HALF, POINTWISE, us) for us in times])
@@ -246,7 +246,7 @@ def test_bandwidth_of_a_starved_kernel_rises_to_three_quarters() -> None:
     assert edit.factor == pytest.approx(rate / 0.75, rel=1e-3)
 
 
-def test_reentrant_checkpointing_keeps_the_backward_inside_its_node() -> None:
+def test_reentrant_checkpointing_nests_backward_in_its_node() -> None:
     """The op holds 1 ms of recomputation and 2 ms of backward: only the first goes."""
     (rule,) = [r for r in load_rules(config={}) if r.id == "recompute-with-free-memory"]
     example = rule.examples()["use_reentrant=True"]
@@ -374,7 +374,7 @@ def test_a_fused_operator_takes_its_backward_pass_with_it() -> None:
     assert finding.edits[0].factor == pytest.approx(1.5 * ideal / 1_400_000, rel=1e-3)
 
 
-def test_doubles_take_the_ratio_of_the_peaks_in_products_and_half_elsewhere() -> None:
+def test_fp64_products_scale_by_peaks_and_other_work_by_half() -> None:
     """V100: 7.8 and 15.7 TFLOP/s."""
     square = [[2048, 2048], [2048, 2048]]
     b = steps(
@@ -389,7 +389,7 @@ def test_doubles_take_the_ratio_of_the_peaks_in_products_and_half_elsewhere() ->
     assert others.factor == 0.5 and "float" not in others.select.name
 
 
-def test_a_loop_without_a_loader_has_the_shapes_of_its_convolutions() -> None:
+def test_loop_without_loader_uses_convolution_shapes() -> None:
     """A host that launches four steps of 50 ms in a row, before the device has run the first."""
 
     def run(widths: Sequence[int]) -> list[Finding]:
@@ -427,7 +427,7 @@ def test_batch_norm_reads_its_channels_twice_where_it_trains() -> None:
     assert count_bytes("aten::cudnn_batch_norm_backward", backward) == expected
 
 
-def test_casts_around_products_in_fp32_are_counted_without_those_of_a_norm() -> None:
+def test_casts_around_fp32_products_exclude_norm_casts() -> None:
     """A product has one cast of an operand and one of the result, 80 µs each; a norm has two of
     its own."""
     (rule,) = [r for r in load_rules(config={}) if r.id == "mixed-precision-off"]

@@ -147,9 +147,7 @@ MET: dict[str, tuple[str, Callable[[Path], Callable[[], object]]]] = {
 
 
 @pytest.mark.parametrize("name", MET)
-def test_functions_of_installed_libraries_are_known_by_their_frames(
-    name: str, folder: Path
-) -> None:
+def test_library_functions_are_recognized_by_their_frames(name: str, folder: Path) -> None:
     work, make = MET[name]
     use = find_library_use(stacks_of(make(folder)))
     assert use is not None and use.cure is not None, use
@@ -178,7 +176,7 @@ def test_functions_of_other_libraries_are_known_too(work: str) -> None:
     assert "/opt" not in use.time.text
 
 
-def test_drawing_from_an_array_is_not_picking_from_a_python_sequence() -> None:
+def test_array_sampling_is_not_python_sequence_sampling() -> None:
     """A Generator's methods have no frames: only the call shows them."""
     use = find_library_use([SampledStack(20, ("sampler.py(57): Sampler.sample",), ".choice")])
     assert use is not None and use.cure is not None and use.cure.work == RANDOM
@@ -203,7 +201,7 @@ def test_work_on_tensors_and_arrays_has_no_cure(name: str) -> None:
     assert use is None or use.cure is None
 
 
-def test_half_of_the_samples_have_to_be_of_one_kind() -> None:
+def test_half_of_the_samples_must_share_a_kind() -> None:
     deep = ("train.py(9): main", "copy.py(128): deepcopy")
     frames = ("train.py(9): main", "train.py(20): augment")
     few = [SampledStack(9, deep), SampledStack(11, frames)]
@@ -266,7 +264,7 @@ def finding_of(rule: Any, b: TraceBuilder) -> Finding:
     return rule.complete(finding)  # type: ignore[no-any-return]
 
 
-def test_the_exact_cure_of_slow_loading_comes_first_and_workers_second() -> None:
+def test_exact_loading_fix_precedes_more_workers() -> None:
     finding = finding_of(SingleProcessLoader(), loading(NPZ_FRAME))
     assert finding.title == f"{NPZ} takes much of the loading"
     assert finding.fix.index("np.load keeps none") < finding.fix.index("Workers come second")
@@ -287,12 +285,12 @@ def test_workers_come_first_where_the_loading_only_waits() -> None:
     assert [edit.op for edit in finding.edits] == ["parallelize"]
 
 
-def test_loading_in_the_programs_own_code_keeps_the_advice_of_workers() -> None:
+def test_loading_in_user_code_still_advises_workers() -> None:
     finding = finding_of(SingleProcessLoader(), loading("data.py(40): Parts.augment"))
     assert finding.title == SingleProcessLoader.title and "Workers come second" not in finding.fix
 
 
-def test_stacks_of_a_window_name_the_function_where_none_were_sampled() -> None:
+def test_window_stacks_name_functions_without_samples() -> None:
     b = TraceBuilder(gpu=None)
     for _ in b.steps():
         with (
@@ -392,7 +390,7 @@ def test_a_library_function_in_a_window_with_stacks_is_named_too() -> None:
     assert finding_of(LoopCode(), b).title == f"{WAITS} takes much of the step"
 
 
-def test_a_table_made_in_forward_is_named_by_its_library_function() -> None:
+def test_table_built_in_forward_names_its_library_function() -> None:
     example = ForwardCode.examples()["without samples"]
     assert isinstance(example, TraceBuilder)
     call = "torch/nn/modules/module.py(1789): Module._call_impl"
@@ -403,9 +401,7 @@ def test_a_table_made_in_forward_is_named_by_its_library_function() -> None:
 
 
 @pytest.mark.parametrize(("after", "line"), [(56, 55), (58, 57), (50, None)])
-def test_python_that_no_sample_shows_is_between_the_lines_around_it(
-    after: int, line: int | None
-) -> None:
+def test_unsampled_python_is_located_between_its_neighbours(after: int, line: int | None) -> None:
     """NumPy in short calls keeps the interpreter, so that no sample falls in it."""
     b = TraceBuilder(gpu=None)
     for _ in b.steps():

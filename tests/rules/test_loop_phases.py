@@ -27,9 +27,7 @@ def test_the_loops_own_code_is_of_the_mean_step_where_steps_vary() -> None:
 @pytest.mark.parametrize(
     ("name", "samples"), [("a sort of all values", False), ("a sort before sampling", True)]
 )
-def test_tokens_are_sampled_only_in_the_code_of_programs_that_sample(
-    name: str, *, samples: bool
-) -> None:
+def test_token_sampling_is_found_only_in_sampling_programs(name: str, *, samples: bool) -> None:
     example = LoopPhases.examples()[name]
     assert isinstance(example, TraceBuilder)
     (finding,) = (f for f in LoopPhases().check(example.analysis()) if isinstance(f, Finding))
@@ -37,7 +35,7 @@ def test_tokens_are_sampled_only_in_the_code_of_programs_that_sample(
     assert ("multinomial" in str(finding.code)) == ("sample" in str(finding.fix)) == samples
 
 
-def test_a_sort_in_the_loss_is_named_and_gains_its_own_time() -> None:
+def test_sort_in_the_loss_gains_its_own_time() -> None:
     """The loss mines hard negatives for a detector: 3 ms of sorting in 6 ms of loss and 10 ms of
     step."""
     example = LoopPhases.examples()["a sort in the loss"]
@@ -71,7 +69,7 @@ SCORES = ("aten::linear", [[20, 50, 96], [4001, 96]], 4500.0)
 LOSS = ("aten::cross_entropy_loss", [[1000, 4001], [1000]], 1500.0)
 
 
-def test_scores_of_many_classes_are_distinguished_from_a_loss_written_by_hand() -> None:
+def test_many_class_scores_differ_from_a_handwritten_loss() -> None:
     (finding,) = (f for f in LoopPhases().check(with_a_loss(SCORES, LOSS).analysis()))
     assert isinstance(finding, Finding)
     assert "aten::linear on 20×50×96 and 4001×96" in finding.summary
@@ -80,13 +78,13 @@ def test_scores_of_many_classes_are_distinguished_from_a_loss_written_by_hand() 
     assert finding.impact is not None and finding.impact.currency == "unknown"
 
 
-def test_ignored_labels_that_are_known_are_left_to_another_rule() -> None:
+def test_known_ignored_labels_belong_to_another_rule() -> None:
     b = with_a_loss(SCORES, LOSS)
     b.record_of_run().event("labels", ignored=0.0, rows=1, columns=1000, classes=4001)
     assert list(LoopPhases().check(b.analysis())) == []
 
 
-def test_a_product_beside_the_model_is_named_and_no_function_is_advised() -> None:
+def test_product_outside_the_model_is_named_without_a_function() -> None:
     b = with_a_loss(("aten::mm", [[512, 512], [512, 512]], 6000.0))
     (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
     assert finding.title == "aten::mm outside the model takes much of the step"
@@ -94,7 +92,7 @@ def test_a_product_beside_the_model_is_named_and_no_function_is_advised() -> Non
     assert not any(word in str(finding.fix) for word in ("cross_entropy", "compile", "cdist"))
 
 
-def test_a_loss_by_hand_beside_a_product_gains_its_own_part_only() -> None:
+def test_handwritten_loss_gains_only_its_own_time() -> None:
     """4.5 of 6 ms are written by hand: 40% of these and of their backward, at most all."""
     product = ("aten::mm", [[512, 512], [512, 512]], 1500.0)
     b = with_a_loss(product, ("aten::log", [[512, 512]], 4500.0))
@@ -115,9 +113,7 @@ def test_a_loss_by_hand_beside_a_product_gains_its_own_part_only() -> None:
         ("numpy/_core/fromnumeric.py(70): _wrapreduction", False),
     ],
 )
-def test_a_loop_in_python_is_distinguished_from_waits_and_libraries(
-    leaf: str, python: bool
-) -> None:
+def test_python_loop_differs_from_waits_and_libraries(leaf: str, python: bool) -> None:
     """20 samples in a function of the loop, each in a line that calls this."""
     b = TraceBuilder(gpu=None)
     run = b.record_of_run()

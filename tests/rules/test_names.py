@@ -21,7 +21,7 @@ def test_a_file_with_one_rule_is_named_by_its_id() -> None:
     assert {file: name for file, name in single.items() if file != name} == {}
 
 
-def test_a_class_is_named_as_what_it_is() -> None:
+def test_rule_and_reader_classes_have_conventional_names() -> None:
     """A rule's as its id: of one, the other is guessed. A reader's by its last word."""
     names = {rule.id: type(rule).__name__ for rule in RULES}
     assert {i: name for i, name in names.items() if name.lower() != i.replace("-", "")} == {}

@@ -76,7 +76,7 @@ def test_every_number_of_a_docstring_is_a_threshold_or_cited(rule: Rule) -> None
     assert unsourced == []
 
 
-def test_a_number_that_is_neither_is_noticed() -> None:
+def test_number_differing_from_its_threshold_is_detected() -> None:
     """The docstring of memory-leak said 5% once, and its code 0.02."""
     ((text, value, unit),) = numbers_in("resident memory from 5% of what the machine has")
     assert text == "5%"
@@ -102,7 +102,7 @@ def sources() -> list[tuple[str, Citation]]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_the_name_of_a_number_says_what_it_decides(rule: Rule) -> None:
+def test_option_and_factor_names_have_conventional_prefixes(rule: Rule) -> None:
     """``min_…``, ``max_…``: whether it fires. ``x``, ``best_x``, ``worst_x``: what it saves."""
     assert [n for n in rule.options() if not n.startswith(("min_", "max_"))] == []
     ends = r"(?:min|max|least|most|fewest|longest)_|\w+_(?:best|worst|low|high)$"
@@ -116,7 +116,7 @@ def test_every_threshold_has_a_source_that_a_reader_can_open() -> None:
         assert (ROOT / source.address).is_file(), (where, source)
 
 
-def test_the_v100s_short_kernels_are_as_many_as_launch_bound_says(
+def test_launch_bound_counts_short_kernels_of_the_v100(
     shared_trace: Callable[[str], str],
 ) -> None:
     a = Analysis(read_trace(shared_trace("v100_train_copy_heavy")))

@@ -16,7 +16,7 @@ def finding_of_example(name: str) -> Finding:
     return finding
 
 
-def test_the_gain_is_of_the_part_of_the_work_that_the_named_code_takes() -> None:
+def test_periodic_gain_is_the_share_of_the_named_code() -> None:
     """60% of the samples that fall in the work are in the named function, the rest elsewhere."""
     full_finding, part_finding = (
         finding_of_example("a loop over time before every 16 updates"),

@@ -94,7 +94,7 @@ def paths(shared_trace: Callable[[str], str], name: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_on_a_public_trace_rules_do_what_they_say(
+def test_rules_meet_their_proofs_on_public_traces(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
     result = fired_rules(*paths(shared_trace, name))
@@ -109,13 +109,13 @@ def test_on_a_public_trace_rules_do_what_they_say(
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in RECORDED.iterdir()))
-def test_on_a_recording_rules_do_what_they_say(name: str) -> None:
+def test_rules_meet_their_proofs_on_recordings(name: str) -> None:
     fired, trace_id = fired_rules_on_recording(name), f"recorded/{name}"
     assert {rule.id for rule in RULES.values() if trace_id in rule.found_in} - fired == set()
     assert {rule.id for rule in RULES.values() if trace_id in rule.silent_in} & fired == set()
 
 
-def test_workloads_that_rules_name_are_held_to_it_by_their_own_tests() -> None:
+def test_workloads_named_by_rules_are_tested() -> None:
     """``tests/sample_workloads`` records those that a CPU can show, slow and cured."""
     for rule in RULES.values():
         for proof in (*rule.found_in, *rule.silent_in):
@@ -124,7 +124,7 @@ def test_workloads_that_rules_name_are_held_to_it_by_their_own_tests() -> None:
                 assert workload.shown_on == "cpu" and rule.id in workload.finds, proof
 
 
-def test_every_proof_names_something_that_there_is() -> None:
+def test_every_proof_names_an_existing_source() -> None:
     kinds = {
         "traces": set(PUBLIC),
         "recorded": {p.name for p in RECORDED.iterdir()},
@@ -135,7 +135,7 @@ def test_every_proof_names_something_that_there_is() -> None:
         assert name in kinds[kind], proof
 
 
-def test_the_validation_of_a_rule_follows_from_where_it_was_right() -> None:
+def test_rule_validation_follows_from_its_proofs() -> None:
     for rule in RULES.values():
         public = any(name.startswith("traces/") for name in rule.found_in)
         expected = "real traces" if public else "recordings" if rule.found_in else "synthetic"

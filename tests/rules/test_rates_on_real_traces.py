@@ -23,7 +23,7 @@ def findings_by_rule(path: str) -> dict[str, Finding]:
     return {finding.rule: finding for finding in (*report.findings, *report.notes)}
 
 
-def test_rms_normalization_and_rotary_embedding_of_a_language_model_are_named(
+def test_rms_norm_and_rotary_embedding_are_named(
     shared_trace: Callable[[str], str],
 ) -> None:
     """49 normalisations and 48 rotary embeddings a pass: 24 layers, two of each, and one at the
@@ -55,7 +55,7 @@ def test_chains_found_by_a_walk_over_the_operators_are_the_same(
     assert seen == {"rms": 49, "rope": 48}
 
 
-def test_attention_in_16_bits_gains_what_was_predicted(shared_trace: Callable[[str], str]) -> None:
+def test_16_bit_attention_gains_its_prediction(shared_trace: Callable[[str], str]) -> None:
     """The same 144 calls of fused attention before and after: fp32 in the memory-efficient kernel,
     then 16 bits in flash attention."""
     before = analyze_cached(shared_trace("pairs/sam_2_fp32_few_syncs"))
@@ -85,7 +85,7 @@ def test_a_convolution_without_matrix_cores_is_named(shared_trace: Callable[[str
     ["a100_train_6steps", "v100_train_copy_heavy", "b200_eager", "h100_bert_small_inference",
      "mi210_gpu_only", "mi300_torch_compile", "linear_2080ti_launch_bound"],
 )  # fmt: skip
-def test_healthy_launch_bound_and_unrecorded_operators_are_not_called_slow(
+def test_healthy_and_launch_bound_operators_are_not_slow(
     name: str, shared_trace: Callable[[str], str]
 ) -> None:
     assert not NEW & set(findings_by_rule(shared_trace(name)))
@@ -152,7 +152,7 @@ def test_no_step_with_a_double_backward_is_advised_to_compile() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2_eager_attention", "checkpointed"])
-def test_a_gelu_of_transformers_is_changed_in_the_models_configuration(name: str) -> None:
+def test_transformers_gelu_is_changed_in_the_configuration(name: str) -> None:
     gelu = findings_by_rule(str(H100 / name))["handwritten-operator"]
     assert 'activation_function = "gelu_pytorch_tanh"' in gelu.code
     assert "F.gelu" not in gelu.fix
@@ -166,7 +166,7 @@ def test_an_optimizer_that_takes_sparse_gradients_stays() -> None:
     assert rules["dense-embedding-gradient"].where[0].op == "aten::_foreach_addcdiv_"
 
 
-def test_a_buffer_that_the_loop_fills_is_not_a_cure_where_the_copy_is_the_cost() -> None:
+def test_filled_buffer_is_not_advised_if_the_copy_is_slow() -> None:
     """aten::copy_ is 97% and more of each pin_memory()."""
     pins = findings_by_rule(str(H100 / "pin_each_step"))["pinned-allocation-in-loop"]
     assert "staging" not in pins.code
@@ -182,7 +182,7 @@ def test_batches_that_no_loader_makes_are_pinned_by_the_program() -> None:
 @pytest.mark.parametrize(
     "name", ["image_loader", "ping_pong", "pin_each_step", "photo_tagger", "points_max_split"]
 )
-def test_no_larger_batch_is_advised_where_samples_take_the_time_or_memory_is_limited(
+def test_larger_batch_is_not_advised_without_headroom(
     name: str,
 ) -> None:
     assert "batch-headroom" not in findings_by_rule(str(H100 / name))
@@ -203,7 +203,7 @@ def test_launches_that_more_samples_share_leave_the_note_on_room() -> None:
 
 
 @pytest.mark.parametrize("name", ["face_gan", "seg_val_hist"])
-def test_a_network_in_channels_last_order_is_not_called_transposed(name: str) -> None:
+def test_channels_last_network_has_no_transpose_finding(name: str) -> None:
     """The tensors have strides [c·h·w, 1, w·c, c], and the kernels read them so."""
     slow = findings_by_rule(str(H100 / name))["low-bandwidth"]
     assert "batch_norm" in slow.summary
@@ -215,7 +215,7 @@ def test_a_network_in_channels_last_order_is_not_called_transposed(name: str) ->
     "name",
     ["face_gan", "seg_val_hist", "image_loader", "ads_ranker", "wide_embedding", "vocabulary"],
 )
-def test_no_advice_sets_what_the_recorder_knows_to_be_set(name: str) -> None:
+def test_advice_does_not_repeat_recorded_settings(name: str) -> None:
     result = analyze_cached(str(H100 / name))
     recorded = result.main.recorded
     assert recorded is not None

@@ -178,7 +178,7 @@ def test_exposed_communication_leads_on_a100_training(shared_trace: Find) -> Non
     assert reported_ns * 6 == pytest.approx(exposed, rel=0.002)
 
 
-def test_a100_training_gets_no_advice_on_pinned_memory_or_launches(
+def test_a100_training_gets_no_pinning_or_launch_advice(
     shared_trace: Find,
 ) -> None:
     result = report(shared_trace("a100_train_6steps"))
@@ -188,7 +188,7 @@ def test_a100_training_gets_no_advice_on_pinned_memory_or_launches(
     assert "from pinned memory" in praise and "DataLoader keeps up" in praise
 
 
-def test_sixty_pageable_copies_to_the_host_are_judged_by_the_bubble_they_leave(
+def test_pageable_copies_to_host_are_judged_by_their_bubble(
     shared_trace: Find,
 ) -> None:
     import polars as pl
@@ -260,7 +260,7 @@ def test_the_small_bert_is_sixty_kernels(shared_trace: Find) -> None:
     assert figure(ranked(report(path))[0], "launches per step") == 61  # and one copy
 
 
-def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
+def test_repeated_kernels_are_named_by_launch_bound(
     shared_trace: Find,
 ) -> None:
     path = shared_trace("nccl_collectives")
@@ -286,7 +286,7 @@ def test_the_same_kernels_in_every_step_are_seen_and_named_under_launch_bound(
     assert sequences[0] == sequences[1] == sequences[2]
 
 
-def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace: Find) -> None:
+def test_busy_device_is_named_beside_a_host_critical_path(shared_trace: Find) -> None:
     """The products take 8.51 ms of the 9.24 ms that are left, and nothing of the path: the host
     launches the last of them just before it runs. 84 fills and additions of gradients end."""
     result = report(shared_trace("linear_2080ti_launch_bound"))
@@ -300,7 +300,7 @@ def test_a_busy_device_is_named_beside_a_critical_path_of_the_host(shared_trace:
     assert note.impact.reason.startswith("gains little alone: the host sets the pace (100% of")
 
 
-def test_a_host_that_is_ahead_for_most_of_the_window_is_not_all_that_limits(
+def test_mostly_ahead_host_is_not_the_only_limit(
     shared_trace: Find,
 ) -> None:
     """The queue is full from the fifth to the 29th of 30.7 ms, and empty at the end."""
@@ -416,7 +416,7 @@ def test_tiny_and_foreign_traces_get_no_advice_of_ours(shared_trace: Find, name:
 # -- a recording of our own -----------------------------------------------------------------------
 
 
-def test_a_recorded_loader_without_workers_is_distinguished_from_one_with(tmp_path: Path) -> None:
+def test_loader_without_workers_differs_from_one_with_workers(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from time import sleep
 
@@ -452,7 +452,7 @@ def test_a_recorded_loader_without_workers_is_distinguished_from_one_with(tmp_pa
     assert not mentioned_rules(record(1)) & {"single-process-loader"}
 
 
-def test_waits_without_a_bubble_are_a_note_with_what_replaying_without_them_saves(
+def test_waits_without_a_bubble_are_a_note_with_replayed_gain(
     shared_trace: Find,
 ) -> None:
     """60 blocking copies to the host hold it for 75 of 465 ms; the device idles after them for

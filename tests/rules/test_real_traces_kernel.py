@@ -110,7 +110,7 @@ def test_used_tensor_cores_are_not_advised(shared_trace: Find, name: str) -> Non
     assert not has_finding(shared_trace(name), "fp32-matmul", min_step_share=0.0)
 
 
-def test_tensor_cores_at_a_small_part_of_their_rate_are_not_praised(shared_trace: Find) -> None:
+def test_slow_tensor_cores_are_no_passed_check(shared_trace: Find) -> None:
     outcomes = rule_outcomes(shared_trace("h100_bert_small_inference"), "fp32-matmul")
     assert [o for o in outcomes if isinstance(o, PassedCheck)] == []
 
@@ -146,7 +146,7 @@ def test_a_v100_gets_mixed_precision_advice_and_not_tf32(shared_trace: Find) -> 
     assert "fp32-matmul" in ranked_rules(shared_trace("v100_train_copy_heavy"))
 
 
-def test_the_v100_estimate_agrees_with_the_same_model_on_tensor_cores(shared_trace: Find) -> None:
+def test_v100_estimate_matches_a_tensor_core_run(shared_trace: Find) -> None:
     """The A100 trace is of the same kind of model: its matrix time in TF32, stretched by the
     ratio of the memory bandwidths (1555 and 900 GB/s), lies inside the band."""
     v100, a100 = shared_trace("v100_train_copy_heavy"), shared_trace("a100_train_6steps")
@@ -160,7 +160,7 @@ def test_the_v100_estimate_agrees_with_the_same_model_on_tensor_cores(shared_tra
 # -- alignment ------------------------------------------------------------------------------
 
 
-def test_layout_in_a_kernel_name_tells_the_alignment_it_was_compiled_for(
+def test_kernel_name_layout_gives_its_alignment(
     shared_trace: Find,
 ) -> None:
     """CUTLASS writes the elements a load takes into the name: alignment of TF32 products follows
@@ -204,7 +204,7 @@ def test_misaligned_tf32_products_of_the_a100_run_are_found(shared_trace: Find) 
 
 
 @pytest.mark.parametrize("name", ["two_ranks_rank0", "two_ranks_rank1"])
-def test_the_two_rank_run_is_misaligned_too_but_waits_for_something_else(
+def test_misaligned_two_rank_run_is_limited_by_something_else(
     shared_trace: Find, name: str
 ) -> None:
     path = shared_trace(name)  # 45 and 47% busy
@@ -215,7 +215,7 @@ def test_the_two_rank_run_is_misaligned_too_but_waits_for_something_else(
     assert narrow <= 2 * figure(result, "misaligned products per step") <= narrow + fallen
 
 
-def test_large_aligned_products_of_busy_gpus_reach_most_of_the_attainable_rate(
+def test_large_aligned_products_reach_attainable_rates(
     shared_trace: Find,
 ) -> None:
     """A100 in TF32 and bfloat16, H100 and MI300X in bfloat16; products of 30 µs and more."""
@@ -257,7 +257,7 @@ def test_only_the_vocabulary_product_of_bert_is_misaligned(shared_trace: Find) -
 # -- layout ---------------------------------------------------------------------------------
 
 
-def test_miopens_transposes_are_found_in_a_trace_without_operators(shared_trace: Find) -> None:
+def test_miopen_transposes_are_found_without_operators(shared_trace: Find) -> None:
     path = shared_trace("mi210_gpu_only")
     result = finding(path, "layout-transposes")
     moving = time_of(kernels(path), r"^batched_transpose")
@@ -270,7 +270,7 @@ def test_miopens_transposes_are_found_in_a_trace_without_operators(shared_trace:
     assert "layout-transposes" in ranked_rules(path)
 
 
-def test_transposes_do_not_matter_while_the_device_waits_for_the_host(shared_trace: Find) -> None:
+def test_transposes_are_no_finding_in_a_host_bound_step(shared_trace: Find) -> None:
     path = shared_trace("nccl_collectives")  # busy 24%
     assert not has_finding(path, "layout-transposes")
     result = finding(path, "layout-transposes", min_busy=0.0)
@@ -327,7 +327,7 @@ def test_communication_is_never_called_a_bad_kernel(
                 assert "communication" not in edit.select.family
 
 
-def test_healthy_traces_get_no_advice_on_occupancy_waves_or_fusion(shared_trace: Find) -> None:
+def test_healthy_traces_get_no_occupancy_or_fusion_advice(shared_trace: Find) -> None:
     """The profiler writes an occupancy of 0 for the A100's tensor-core kernels (48 KiB of shared
     memory and more), and 25% of kernel time is below 40% by what it writes."""
     path = shared_trace("a100_train_6steps")
@@ -384,7 +384,7 @@ def test_an_almost_empty_h100_has_no_memory_risk(shared_trace: Find) -> None:
     assert rule_outcomes(path, "recompute-with-free-memory") == []
 
 
-def test_unrecorded_memory_is_asked_for_and_not_guessed(shared_trace: Find) -> None:
+def test_unrecorded_memory_is_requested_not_guessed(shared_trace: Find) -> None:
     options = [m.record for m in report(shared_trace("a100_train_6steps")).not_checked]
     assert "profile_memory=True" in options
     assert "with_stack=True" in options
@@ -416,7 +416,7 @@ def test_every_finding_of_ours_is_complete_and_inside_its_bounds(public_trace: s
                 assert 0 <= low <= middle <= high <= 1
 
 
-def test_rmsnorm_written_as_pointwise_kernels_is_what_is_said_of_qwen(shared_trace: Find) -> None:
+def test_qwen_finding_is_pointwise_rms_norm(shared_trace: Find) -> None:
     """A device 92% busy, more than a third of it in chains of pointwise kernels."""
     report = analyze(shared_trace("h100_qwen_inference"))
     assert report.status == "bottlenecks"
@@ -459,9 +459,7 @@ def test_code_keeps_the_precision_and_the_model_of_the_trace(
 
 
 @pytest.mark.parametrize("name", ["h100_qwen_inference", "mi300_timesformer_inference"])
-def test_no_smaller_batch_is_named_where_most_of_the_memory_is_free(
-    shared_trace: Find, name: str
-) -> None:
+def test_smaller_batch_is_not_advised_with_free_memory(shared_trace: Find, name: str) -> None:
     result = report(shared_trace(name))
     assert result.memory_peak_bytes is not None and result.memory_capacity_bytes is not None
     assert result.memory_peak_bytes < 0.1 * result.memory_capacity_bytes

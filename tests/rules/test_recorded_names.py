@@ -42,9 +42,7 @@ def heads() -> Any:
     return [torch.randn(2, 4, 32, 16, requires_grad=True) for _ in range(3)]
 
 
-def test_attention_by_hand_is_two_batched_products_around_a_softmax(
-    heads: Any, tmp_path: Path
-) -> None:
+def test_handwritten_attention_is_two_products_and_a_softmax(heads: Any, tmp_path: Path) -> None:
     q, k, v = heads
 
     def work() -> None:

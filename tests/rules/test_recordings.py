@@ -125,7 +125,7 @@ def test_the_saving_of_the_cure_lies_in_the_range_of_the_gain(name: str) -> None
     assert match.low_ns <= slow.step.ns - cured.step.ns <= match.high_ns
 
 
-def test_a_function_of_the_loop_is_reported_with_its_main_cost_and_line() -> None:
+def test_loop_function_is_reported_with_main_cost_and_line() -> None:
     """A window of past values is kept by concatenation in ``Window.push``, which is nearly all of
     the loop's own code: the general finding would gain more, and says less."""
     report = analyze(RECORDED / "sliding_window.slow", Options(config={}))
@@ -135,13 +135,13 @@ def test_a_function_of_the_loop_is_reported_with_its_main_cost_and_line() -> Non
     assert (second.rule, second.folded_under) == ("loop-phases", first.rule)
 
 
-def test_the_line_of_a_filter_is_not_that_of_the_models_own_convolutions() -> None:
+def test_filter_line_differs_from_model_convolutions() -> None:
     """Both are in forward, and the model's take longer."""
     where = findings("plates.slow")["separable-filter"].where
     assert (where[0].function, where[0].line) == ("LocalContrast.blur", 21)
 
 
-def test_a_loop_that_sleeps_and_evaluates_is_first_reported_as_such() -> None:
+def test_sleeping_and_evaluating_loop_is_reported_first() -> None:
     """0.1 s of sleep in each step; evaluation on 280,000 samples every twenty steps."""
     report = analyze(RECORDED / "waiting_loop.slow", Options(config={}))
     first = report.findings[0]
@@ -152,7 +152,7 @@ def test_a_loop_that_sleeps_and_evaluates_is_first_reported_as_such() -> None:
     assert shares[0].value == pytest.approx(report.recorded.outside_ns)  # type: ignore[union-attr]
 
 
-def test_a_sixth_of_the_step_is_reported_where_sampled_stacks_name_its_function() -> None:
+def test_sampled_function_of_a_sixth_of_the_step_is_reported() -> None:
     """Histograms of weights and gradients take 13% of the step: less than what is reported without
     a name, more than half of it."""
     report = analyze(RECORDED / "histograms.slow", Options(config={}))
@@ -162,7 +162,7 @@ def test_a_sixth_of_the_step_is_reported_where_sampled_stacks_name_its_function(
     assert "share of this function" in [e.label for e in first.evidence]
 
 
-def test_the_cost_of_garbage_collection_is_what_the_cure_saves() -> None:
+def test_garbage_collection_cost_matches_the_measured_saving() -> None:
     means = []
     for variant in ("slow", "cured"):
         recording = open_run(RECORDED / f"gc_pauses.{variant}").recording
@@ -221,7 +221,7 @@ def text_of(name: str, rule: str) -> Finding:
         ("citation_gcn", "unfused-messages", "Gather and scatter-add in place of a sparse product"),
     ],
 )
-def test_titles_name_what_works_in_vain(name: str, rule: str, title: str) -> None:
+def test_titles_name_the_wasted_work(name: str, rule: str, title: str) -> None:
     assert text_of(name, rule).title == title
 
 
@@ -242,7 +242,7 @@ def test_a_gelu_by_hand_has_the_page_of_gelu_to_read() -> None:
     assert link.endswith("torch.nn.functional.gelu.html")
 
 
-def test_the_recorders_peak_is_the_reports_where_a_trace_has_no_allocator_events() -> None:
+def test_recorder_peak_is_used_without_allocator_events() -> None:
     report = on_h100("checkpointed")
     (reserved,) = [
         each.value
@@ -254,7 +254,7 @@ def test_the_recorders_peak_is_the_reports_where_a_trace_has_no_allocator_events
     assert any("GPU memory: what holds it at its peak" in s.what for s in report.not_checked)
 
 
-def test_allocator_events_that_were_cut_out_are_not_asked_for_again() -> None:
+def test_removed_allocator_events_are_not_requested() -> None:
     report = analyze(H100.parent / "serving" / "vllm_decode_full", Options(config={}))
     (skipped,) = [s for s in report.not_checked if s.what.startswith("GPU memory")]
     assert "cut out of this file" in skipped.why and not skipped.record
@@ -272,7 +272,7 @@ def test_counts_of_longer_steps_are_written_as_times_per_step() -> None:
     assert "(0.7 times in a shorter step, 1.7 in a longer one)" in line
 
 
-def test_waits_in_a_library_name_its_function_and_no_code_for_the_programs_masks() -> None:
+def test_library_waits_name_the_library_function() -> None:
     """The place is the program's own line, the wait is PyTorch Geometric's: what it has to do."""
     report = analyze(str(CORPUS / "h100/citation_gcn"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "data-dependent-shapes")
@@ -309,7 +309,7 @@ def test_a_metric_in_the_loop_is_named_with_its_line_by_samples(method: str, cod
 
 
 @pytest.mark.parametrize("batch", [2, 32, 64])
-def test_a_larger_batch_is_a_choice_where_the_gpu_idles_and_has_memory(batch: int) -> None:
+def test_larger_batch_is_advised_for_an_idle_gpu_with_memory(batch: int) -> None:
     """Batches of 32 and 128 took the same time there; with 128 no launch is late."""
     report = analyze(str(CORPUS / f"pairs/particle_batch{batch}.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "launch-bound")
@@ -337,7 +337,7 @@ def test_waits_stay_outside_of_captured_dense_layers() -> None:
         ("v100_train_copy_heavy", ":init: 27.7"),
     ],
 )
-def test_a_pipeline_that_is_on_is_not_advised_but_what_blocks_in_it(name: str, blocks: str) -> None:
+def test_active_pipeline_advice_names_its_blocking_call(name: str, blocks: str) -> None:
     """The pipeline's ranges are ``## sparse_data_dist ##`` and ``## wait_sparse_data_dist ##``."""
     report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "exposed-communication")
@@ -354,9 +354,7 @@ def test_a_pipeline_that_is_on_is_not_advised_but_what_blocks_in_it(name: str, b
         ("pairs/particle_batch2", "optimizer", "fused attention"),  # eight blocks of bmm, softmax
     ],
 )
-def test_ways_to_launch_less_are_those_that_the_trace_leaves(
-    name: str, absent: str, present: str
-) -> None:
+def test_launch_advice_fits_the_trace(name: str, absent: str, present: str) -> None:
     report = analyze(str(CORPUS / f"{name}.json.gz"), Options(config={}))
     finding = next(f for f in report.findings if f.rule == "launch-bound")
     otherwise = finding.fix.partition("Otherwise")[2]
@@ -384,7 +382,7 @@ def test_waits_of_a_library_or_of_a_measurement_are_not_reported(name: str, says
     assert early == ("DDP" in says)
 
 
-def test_time_between_steps_is_a_share_of_the_time_after_the_first_step() -> None:
+def test_time_between_steps_is_a_share_after_the_first_step() -> None:
     """2.12 s of evaluation in the 4.67 s of steps 1 to 95; the first step takes 2.8 s itself."""
     view = analyze(str(H100 / "seg_val_hist"), Options(config={})).recorded
     assert view is not None and view.outside_share == pytest.approx(0.45, abs=0.01)
@@ -401,7 +399,5 @@ def test_time_between_steps_is_a_share_of_the_time_after_the_first_step() -> Non
         (["layers.*"], ""),
     ],
 )
-def test_a_network_whose_outputs_are_constants_runs_without_gradients(
-    modules: list[str], name: str
-) -> None:
+def test_network_of_constant_outputs_runs_without_gradients(modules: list[str], name: str) -> None:
     assert _find_reference(modules) == name

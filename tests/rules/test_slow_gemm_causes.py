@@ -51,9 +51,7 @@ def test_thousands_of_tiny_products_are_reported_as_such() -> None:
 
 
 @pytest.mark.parametrize(("kinds", "advised"), [(1, True), (12, False)])
-def test_no_search_is_advised_where_most_batches_have_another_shape(
-    kinds: int, advised: bool
-) -> None:
+def test_cudnn_benchmark_is_advised_only_for_few_shapes(kinds: int, advised: bool) -> None:
     b = SlowConvolution.examples()["no tensor cores"]
     run = b.record_of_run(flags={"cudnn.benchmark": False})
     for number in range(24):

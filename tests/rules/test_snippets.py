@@ -149,7 +149,7 @@ def test_another_optimizer_keeps_the_settings(
     assert kept_settings == {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def test_batches_by_tokens_hold_each_sample_once_and_no_more_than_the_limit() -> None:
+def test_token_batches_hold_each_sample_once_within_the_limit() -> None:
     lengths = [5, 90, 7, 12, 40, 3, 11]
     fields: dict[str, Any] = {"lengths": lengths, "limit": 90, "dataset": [], "pad": list}
     fields["DataLoader"] = lambda _dataset, batch_sampler, collate_fn: batch_sampler
@@ -181,7 +181,7 @@ def test_both_inputs_have_one_memory_order_afterwards(case: str, order: Callable
 
 
 @pytest.mark.parametrize("case", ["", "one query", "two products", "a mask, FP32 or large heads"])
-def test_grouped_attention_without_copies_is_the_same_as_with_them(case: str) -> None:
+def test_grouped_attention_without_copies_is_equal(case: str) -> None:
     attend = torch.nn.functional.scaled_dot_product_attention
     b, heads, kv_heads, d = 2, 12, 3, 8
     t = 1 if case == "one query" else 16

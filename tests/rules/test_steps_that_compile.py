@@ -40,7 +40,7 @@ def only_finding(rule: Rule, b: TraceBuilder) -> Finding:
     [(RegularStalls(), set(range(39, 200, 20))), (StepJitter(), {31, 44, 77, 90, 121, 150, 171})],
     ids=["at regular distances", "irregular"],
 )
-def test_long_steps_that_compile_are_said_to(rule: Rule, long: set[int]) -> None:
+def test_long_compiling_steps_are_explained(rule: Rule, long: set[int]) -> None:
     compiles = only_finding(rule, run_with(long, early=[MAIN], late=[COMPILE]))
     assert "of compiling after the warm-up" in compiles.summary
     assert compiles.fix == COMPILING["fix"] == LongStep.cases["compiling"]["fix"]

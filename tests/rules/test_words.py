@@ -53,7 +53,7 @@ def texts_of_rule(rule: Rule) -> Iterator[tuple[str, str]]:
             yield case, str(text)
 
 
-def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
+def test_code_fits_a_terminal_of_80_columns() -> None:
     """Beside the four columns of its place; a comment may go above its line, on one of its own. No
     alternative is cut in a short report."""
     long = []
@@ -72,7 +72,7 @@ def test_code_is_read_on_a_terminal_of_80_columns_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     "rule", [r for r in RULES if not r.training_only], ids=lambda rule: rule.id
 )
-def test_a_rule_speaks_of_no_training_where_nothing_is_trained(rule: Rule) -> None:
+def test_rules_do_not_mention_training_without_training(rule: Rule) -> None:
     other = rule.for_program(Program(trains=False))
     assert [
         (name, text)
@@ -97,7 +97,7 @@ def _launches(*ops: str) -> list[str]:
     return [finding.fix for finding in run_rules(0, b.analysis(), [rule]).findings]
 
 
-def test_a_rule_about_training_is_not_run_where_nothing_is_trained() -> None:
+def test_training_rules_do_not_run_without_training() -> None:
     class Training(Rule):
         """A rule that finds something in every trace."""
 
@@ -152,7 +152,7 @@ def test_default_texts_of_findings_name_nothing_of_pytorch(rule: Rule, framework
         assert not any(map(TORCH.search, result.references))
 
 
-def test_everything_that_a_snapshot_says_would_free_memory_has_words() -> None:
+def test_every_memory_remedy_has_a_text() -> None:
     from advisor.measure.memory import memory_savings
 
     source = inspect.getsource(memory_savings)

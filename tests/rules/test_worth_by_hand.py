@@ -38,7 +38,7 @@ def gain_us(finding: Finding) -> float:
     return finding.impact.gain_ns / 1000
 
 
-def test_needless_reductions_cost_the_time_that_nothing_hides() -> None:
+def test_needless_reductions_cost_their_exposed_time() -> None:
     # 8 and 25 MiB at 60 us a MiB, after the backward pass and before the next forward pass
     finding = only_finding(MissingNoSync(), "two passes, each reduced")
     assert gain_us(finding) == pytest.approx(33 * 60, rel=0.05)
@@ -50,7 +50,7 @@ def test_without_sync_the_next_forward_broadcasts_no_buffers() -> None:
     assert gain_us(finding) == pytest.approx(3 * (8 * 60 + 500), rel=0.05)
 
 
-def test_a_pinned_allocation_costs_what_the_device_waits_for_it() -> None:
+def test_pinned_allocation_costs_its_device_wait() -> None:
     # 2.5 ms in the call, with nothing for the device to do
     assert gain_us(
         only_finding(PinnedAllocationInLoop(), "a new buffer each step")
@@ -74,7 +74,7 @@ def test_bytes_instead_of_floats_save_three_quarters_of_the_copy(name: str) -> N
     assert gain_us(only_finding(DtypeInflation(), name)) == pytest.approx(0.75 * copy, rel=0.02)
 
 
-def test_a_slow_device_costs_what_its_kernels_take_longer() -> None:
+def test_slow_device_costs_its_additional_kernel_time() -> None:
     # five times 100 to 200 us in steps of 20, at 1.25 times the peers' duration; without it the
     # job waits for the next slowest, at 1.02
     rule = SlowDevice()
@@ -85,14 +85,14 @@ def test_a_slow_device_costs_what_its_kernels_take_longer() -> None:
     assert gain_us(finding) == pytest.approx(5 * 900 * (1.25 - 1.02), rel=0.01)
 
 
-def test_the_reported_rank_itself_is_slow_and_gains_by_its_own_step() -> None:
+def test_slow_reported_rank_gains_on_its_own_step() -> None:
     rule = SlowDevice()
     ranks = dict(enumerate(b.analysis() for b in rule.examples()["the rank that is reported"]))
     (finding,) = estimated_findings(ranks, [rule]).findings
     assert gain_us(finding) == pytest.approx(5 * 900 * 0.20, rel=0.02)
 
 
-def test_stalls_cost_what_was_written_in_them() -> None:
+def test_stalls_cost_their_written_time() -> None:
     # four of forty steps hold 9 ms of torch.save; time over the window, not a step
     finding = only_finding(PeriodicStalls(), "torch.save")
     assert finding.impact is not None
@@ -146,9 +146,7 @@ def test_gradients_of_small_tables_stay_dense() -> None:
 
 
 @pytest.mark.parametrize(("rows", "beside"), [(400_000, True), (4_000, False)])
-def test_a_fused_update_leaves_large_tensors_half_and_sparse_gradients_out(
-    rows: int, *, beside: bool
-) -> None:
+def test_fused_update_halves_large_tensors_without_sparse_ones(rows: int, *, beside: bool) -> None:
     a = _tables_updated_one_by_one(rows).analysis()
     (finding,) = run_rules(-1, a, [SingleTensorOptimizer()]).findings
     # 6 ms in one operator, of which half stays; 1.2 ms in short ones, of which 15% stay
@@ -157,7 +155,7 @@ def test_a_fused_update_leaves_large_tensors_half_and_sparse_gradients_out(
     assert ("model.parameters(), lr" in finding.code) != beside
 
 
-def test_fusing_gains_no_host_time_of_an_operator_that_mostly_launches_nothing() -> None:
+def test_fusing_gains_no_host_time_of_copies_outside_the_chain() -> None:
     # the chain's casts are aten::copy_, and so is the 4 ms copy of a batch that the host waits in
     shape, kernel, b = [64, 1024, 1024], _POINTWISE + "Half>", TraceBuilder("A100")
     for _ in b.steps():
@@ -172,7 +170,7 @@ def test_fusing_gains_no_host_time_of_an_operator_that_mostly_launches_nothing()
     assert 1000 < gain_us(finding) <= 8 * 300 + 11 * 2.5
 
 
-def test_another_fix_of_kernels_outside_the_chains_leaves_their_gain() -> None:
+def test_fix_of_other_kernels_keeps_the_gain_of_chains() -> None:
     # 8 kernels in a row and 8 apart are all of aten::mul, by two names
     shape, b = [64, 1024, 1024], TraceBuilder("A100")
     for _ in b.steps():

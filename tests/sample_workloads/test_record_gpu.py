@@ -69,13 +69,13 @@ def test_a_cure_that_takes_half_of_the_step_off_is_half_measured(script: ModuleT
     }
 
 
-def test_gains_are_for_the_same_work_where_steps_do_different_amounts(script: ModuleType) -> None:
+def test_gains_compare_equal_work_of_unequal_steps(script: ModuleType) -> None:
     one = make_entry(advice_of(), advice_of(), (8.0, 16.0))
     result = script.compared(Workload(finds=("small-grids",), samples=(8, 128)), one)
     assert result["measured"] == pytest.approx(1 - (16 / 128) / (8 / 8))
 
 
-def test_a_finding_that_stays_is_a_miss_and_one_that_never_came_is_not_cured(
+def test_remaining_finding_is_a_miss_and_absent_one_not_cured(
     script: ModuleType,
 ) -> None:
     both = advice_of(("implicit-sync", 2, 0.1), ("launch-bound", 1, 0.2))
@@ -98,7 +98,7 @@ def test_folded_findings_and_risks_are_distinguished_from_ranks(script: ModuleTy
     assert script.place(("x",), advice_of(("y", 1, 0.5))) is None
 
 
-def test_the_page_names_misses_failures_and_what_was_left_out(script: ModuleType) -> None:
+def test_page_names_misses_failures_and_omissions(script: ModuleType) -> None:
     miss = make_entry(advice_of(), advice_of(), (3.0, 2.0))
     loud = make_entry(advice_of(("launch-bound", 1, 0.5)), advice_of(), (1.0, 1.0))
     cut = {"steps": 3, "stacks": False, "memory": True, "left_out": ["400 kB with all"]}
@@ -132,7 +132,7 @@ def test_every_rung_of_the_ladder_records_less(script: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_one_command_records_times_and_tabulates_and_goes_on_where_it_stopped(
+def test_record_command_resumes_after_an_interruption(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("torch")
@@ -153,7 +153,7 @@ def test_one_command_records_times_and_tabulates_and_goes_on_where_it_stopped(
     assert "leak, slow" not in capsys.readouterr().out  # there already
 
 
-def test_the_script_without_a_gpu_says_so(script: ModuleType, tmp_path: Path) -> None:
+def test_script_without_gpu_is_one_line_error(script: ModuleType, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
@@ -176,7 +176,7 @@ def test_recorded_traces_are_small(recorded_results: dict[str, Any]) -> None:
     assert all(file.stat().st_size <= 300_000 for file in RECORDED.rglob("*.json.gz"))
 
 
-def test_the_advice_on_the_recordings_is_still_what_the_table_says(
+def test_advice_on_recordings_matches_the_table(
     recorded_results: dict[str, Any], script: ModuleType
 ) -> None:
     changed = {}

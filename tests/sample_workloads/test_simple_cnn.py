@@ -36,7 +36,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stacks", [True, False], ids=["with_stack", "without_stack"])
-def test_a_recording_holds_the_steps_and_what_happens_in_them(stacks: bool, tmp_path: Path) -> None:
+def test_recording_holds_steps_and_their_events(stacks: bool, tmp_path: Path) -> None:
     (path,) = running.record(
         "simple_cnn", Setup(scale=TINY), tmp_path / "new", steps=ACTIVE, stacks=stacks
     )
@@ -57,7 +57,7 @@ def test_a_recording_holds_the_steps_and_what_happens_in_them(stacks: bool, tmp_
     assert any(e.get("cat") == "python_function" for e in events) == stacks
 
 
-def test_a_cured_recording_loads_in_other_processes_and_reads_no_loss(tmp_path: Path) -> None:
+def test_cured_recording_uses_workers_and_reads_no_loss(tmp_path: Path) -> None:
     (path,) = running.record(
         "simple_cnn", Setup(variant="cured", scale=TINY), tmp_path, steps=ACTIVE
     )
@@ -73,7 +73,7 @@ def test_the_network_learns() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_slow_copies_are_pageable_and_the_cured_ones_pinned(tmp_path: Path) -> None:
+def test_slow_gpu_copies_are_pageable_and_cured_ones_pinned(tmp_path: Path) -> None:
     for variant, memory in (("slow", "Pageable"), ("cured", "Pinned")):
         run = Setup(variant=variant, device="cuda")
         (path,) = running.record("simple_cnn", run, tmp_path / variant, steps=ACTIVE)

@@ -113,7 +113,7 @@ def test_every_program_is_a_workload() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_workloads_read_from_the_source_equal_those_of_the_module(name: str) -> None:
+def test_workloads_of_source_and_module_are_equal(name: str) -> None:
     declared, program = ALL[name], load(name)
     for field in ("finds", "also", "shown_on", "processes", "cpu_scale", "steps", "samples"):
         assert getattr(program.workload, field) == getattr(declared, field)
@@ -126,7 +126,7 @@ def test_the_findings_are_those_of_rules_that_exist() -> None:
     assert named - set(RULES) == set()
 
 
-def test_a_workload_that_does_not_exist_is_one_line_with_the_nearest_name() -> None:
+def test_unknown_workload_error_suggests_the_nearest_name() -> None:
     with pytest.raises(AdvisorError, match="did you mean simple_cnn"):
         find("simple_cn")
     with pytest.raises(AdvisorError, match="advisor workloads list"):
@@ -143,9 +143,7 @@ def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_both_variants_run_and_compute_the_same_where_the_cure_is_neutral(
-    name: str, tmp_path: Path
-) -> None:
+def test_both_variants_of_a_neutral_cure_compute_the_same(name: str, tmp_path: Path) -> None:
     slow = running.drive(name, setup(name, "slow", tmp_path, 0.25), 3)
     cured = running.drive(name, setup(name, "cured", tmp_path, 0.25), 3)
     assert all(math.isfinite(value) for value in (*slow, *cured))
@@ -163,7 +161,7 @@ def test_a_seed_means_the_same_numbers_in_every_run(name: str, tmp_path: Path) -
     assert running.drive(name, Setup(scale=run.scale, seed=1), 3) != first
 
 
-def test_the_caller_keeps_random_state_precision_and_garbage_collection(tmp_path: Path) -> None:
+def test_workloads_restore_global_state(tmp_path: Path) -> None:
     torch.manual_seed(7)
     before = torch.get_rng_state(), torch.get_float32_matmul_precision(), gc.isenabled()
     for name in ("fp32_matmul", "gc_pauses"):
@@ -200,7 +198,7 @@ def fail_on_the_second(name: str, run: Setup) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_here_is_one_line() -> None:
+def test_missing_device_is_one_line_error() -> None:
     with pytest.raises(AdvisorError, match="no CUDA device"):
         running.drive("leak", Setup(device="cuda"), 1)
 
@@ -247,7 +245,7 @@ def test_the_finding_appears_and_the_cured_twin_has_it_no_more(name: str, tmp_pa
         *CONTROLS,
     ],
 )  # fmt: skip
-def test_nothing_is_made_up_where_a_cpu_cannot_show_it(name: str, tmp_path: Path) -> None:
+def test_cpu_recordings_report_no_gpu_findings(name: str, tmp_path: Path) -> None:
     variants: tuple[Variant, ...] = ("slow",) if name in CONTROLS else ("slow", "cured")
     for variant in variants:
         run, out = setup(name, variant, tmp_path, 0.25), tmp_path / variant

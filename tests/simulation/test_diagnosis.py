@@ -26,7 +26,7 @@ def diagnose_seed(seed: int, kind: str) -> Score:
     return judge(ranks, truth, played.job.cut)
 
 
-def test_nearly_all_faults_are_reported_for_what_they_are_and_where() -> None:
+def test_nearly_all_faults_are_reported_with_kind_and_location() -> None:
     jobs = [(seed, FAULTS[seed % len(FAULTS)]) for seed in range(2 * len(FAULTS))]
     result = {job: diagnose_seed(*job) for job in jobs}
     wrong = {job: score.reported for job, score in result.items() if not score.right}
@@ -43,6 +43,6 @@ def test_the_reported_cost_of_a_fault_is_about_right() -> None:
         assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.3)
 
 
-def test_jobs_without_a_fault_alarm_nobody() -> None:
+def test_jobs_without_a_fault_raise_no_alarm() -> None:
     reported = [diagnose_seed(seed, HEALTHY).reported for seed in range(8)]
     assert reported == [""] * len(reported)

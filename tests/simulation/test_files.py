@@ -49,9 +49,7 @@ def unpack_value(value: object) -> object:
     ("seed", "kind"),
     [(1, "slow_host"), (2, "pipeline_imbalance"), (4, "expert_imbalance"), (5, "slow_input")],
 )
-def test_a_file_says_what_the_summary_without_a_file_says(
-    tmp_path: Path, seed: int, kind: str
-) -> None:
+def test_summary_is_the_same_with_and_without_a_file(tmp_path: Path, seed: int, kind: str) -> None:
     played = small_job(seed, kind)
     fast, unread = summarize_all(played)
     assert not unread and len(fast) == 16

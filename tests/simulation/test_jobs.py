@@ -30,7 +30,7 @@ def kernel_time(played: SimulatedRun) -> np.ndarray:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_nobody_leaves_a_collective_before_all_are_there(layout: str) -> None:
+def test_collective_ends_after_every_rank_arrived(layout: str) -> None:
     played = simulate(of_layout(layout))
     talks = played.talks
     met: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -68,7 +68,7 @@ def test_streams_run_their_work_in_order_and_after_its_launch(layout: str) -> No
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_host_does_one_thing_after_the_other(layout: str) -> None:
+def test_host_events_do_not_overlap(layout: str) -> None:
     played = simulate(of_layout(layout))
     for rank in (0, 15):
         busy = []
@@ -78,7 +78,7 @@ def test_a_host_does_one_thing_after_the_other(layout: str) -> None:
         assert all(first[1] <= second[0] for first, second in pairwise(sorted(busy)))
 
 
-def test_a_throttled_device_takes_its_factor_longer_for_the_same_kernels() -> None:
+def test_throttled_device_slows_kernels_by_its_factor() -> None:
     job = of_layout("ddp", "slow_device")
     assert job.fault is not None
     with_fault, without = kernel_time(simulate(job)), kernel_time(simulate(job.mended()))
@@ -88,7 +88,7 @@ def test_a_throttled_device_takes_its_factor_longer_for_the_same_kernels() -> No
     assert np.delete(ratio, guilty) == pytest.approx(1.0, rel=1e-6)
 
 
-def test_a_rank_whose_loader_is_late_holds_up_all_by_about_that() -> None:
+def test_late_loader_of_one_rank_delays_all_ranks() -> None:
     job = of_layout("ddp", "slow_input")
     assert job.fault is not None
     one = replace(job.fault, unit="rank", ranks=(3,), wait_ns=20e6)
@@ -108,7 +108,7 @@ def test_experts_share_a_number_of_tokens_that_does_not_change() -> None:
     assert got.max() > 1.3 * mean
 
 
-def test_a_longer_stage_runs_more_kernels_and_no_slower_ones() -> None:
+def test_longer_stage_runs_more_kernels_not_slower_ones() -> None:
     job = of_layout("parallel", "pipeline_imbalance")
     assert job.fault is not None
     ran = np.bincount(simulate(job).kernels["rank"])
@@ -117,7 +117,7 @@ def test_a_longer_stage_runs_more_kernels_and_no_slower_ones() -> None:
     assert (ran[inside] > before[inside]).all() and (ran[~inside] == before[~inside]).all()
 
 
-def test_a_pipeline_is_mended_by_giving_all_stages_what_one_had_too_much() -> None:
+def test_mended_pipeline_spreads_the_excess_of_one_stage() -> None:
     job = of_layout("parallel", "pipeline_imbalance")
     job = replace(job, noise=0.0, chip=0.0)
     without = kernel_time(simulate(replace(job, fault=None)))
@@ -146,7 +146,7 @@ def test_a_slow_link_slows_the_groups_that_use_it_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_fault_costs_the_job_what_it_says(kind: str) -> None:
+def test_fault_costs_its_declared_time(kind: str) -> None:
     played, truth = play(11, 16, kind, steps=3)
     assert truth.kind == kind and truth.step_ns == played.step_ns
     assert truth.gain_ns >= MIN_SHARE * truth.step_ns
@@ -162,7 +162,7 @@ def test_the_same_seed_is_the_same_job() -> None:
     ).any()
 
 
-def test_ranks_that_are_lost_are_never_the_one_to_be_found() -> None:
+def test_lost_ranks_are_never_the_faulty_rank() -> None:
     for seed in range(40):
         job = draw(seed, 16)
         assert job.fault is not None

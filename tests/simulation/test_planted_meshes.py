@@ -28,7 +28,7 @@ SEEDS = {
         *(pytest.param(rule, SEEDS[rule], marks=pytest.mark.thorough) for rule in FAULTS),
     ],
 )
-def test_the_gain_of_a_planted_fault_is_what_the_cured_job_is_faster_by(
+def test_gain_of_a_planted_fault_matches_the_cured_job(
     rule: str, seeds: tuple[int, ...], tmp_path: Path
 ) -> None:
     result = []

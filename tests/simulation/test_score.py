@@ -26,13 +26,13 @@ def make_outlier(kind: str, ranks: str, **given: Any) -> Outlier:
     return Outlier(**fields | {"excess_ns": 20e6} | given)
 
 
-def test_the_host_by_name_or_all_its_ranks_one_by_one_are_right() -> None:
+def test_host_name_or_all_its_ranks_are_right() -> None:
     assert judge(report(make_outlier("input", "8-15")), TRUTH).right
     each = [make_outlier("input", str(rank), unit="rank") for rank in range(8, 16)]
     assert judge(report(*each), TRUTH).right
 
 
-def test_a_rank_of_the_host_alone_or_one_too_many_is_not_who() -> None:
+def test_missing_or_additional_ranks_are_wrong() -> None:
     some = judge(report(make_outlier("input", "8-14")), TRUTH)
     assert some.kind and not some.who
     assert not judge(report(make_outlier("input", "7-15")), TRUTH).who
@@ -56,7 +56,7 @@ def test_another_kind_first_is_wrong_and_later_is_counted_beside() -> None:
     assert after.right and after.wrong_blames == 1
 
 
-def test_saying_nothing_is_right_only_where_nothing_is() -> None:
+def test_empty_report_is_right_only_for_healthy_job() -> None:
     healthy = FaultTruth(HEALTHY, "", "", (), False, 100e6, 0.0)
     assert judge(report(), healthy).right and not judge(report(), TRUTH).right
     assert not judge(report(make_outlier("host", "3")), healthy).right
@@ -68,7 +68,7 @@ def test_a_moving_fault_is_reported_as_moving() -> None:
     assert not judge(report(make_outlier("imbalance", "3")), truth).right
 
 
-def test_the_gain_is_that_of_the_first_that_is_right() -> None:
+def test_score_takes_the_gain_of_the_right_outlier() -> None:
     outlier = make_outlier("input", "8-15", gain_ns=19e6, low_ns=15e6, high_ns=22e6)
     score = judge(report(outlier), TRUTH)
     assert score.gain_ns == 19e6 and score.inside is True

@@ -27,12 +27,10 @@ def test_each_knob_has_settings_lines_and_words(name: str) -> None:
             assert str(KnobSetting(name, value)).startswith(name)
 
 
-def test_the_number_of_workers_that_was_promised_is_tried_first_and_the_cores_are_searched() -> (
-    None
-):
+def test_predicted_worker_count_is_tried_before_the_search() -> None:
     assert list(find_knob("workers").values(6, Machine(8, False))) == [6, 1, 2, 4, 8]
 
 
-def test_an_unknown_knob_is_one_line() -> None:
+def test_an_unknown_knob_is_one_line_error() -> None:
     with pytest.raises(AdvisorError, match="no knob 'fast'"):
         find_knob("fast")

@@ -150,17 +150,17 @@ def test_every_knob_is_pulled_here_or_below() -> None:
     )
 
 
-def test_no_knob_is_undone_by_a_program_that_sets_everything_the_other_way(
+def test_program_setting_opposites_undoes_no_knob(
     result_of_all_knobs: TrialResult,
 ) -> None:
     assert result_of_all_knobs.problem == "RuntimeError: undone: none"
 
 
-def test_every_knob_says_that_it_met_something(result_of_all_knobs: TrialResult) -> None:
+def test_every_knob_reports_its_effect(result_of_all_knobs: TrialResult) -> None:
     assert result_of_all_knobs.idle == []
 
 
-def test_without_a_knob_the_program_has_its_own_way(run_once: Run) -> None:
+def test_program_without_a_knob_is_unchanged(run_once: Run) -> None:
     """Else the two tests above would show nothing."""
     script = CONTRARY.replace("net.compiled", "getattr(net, 'compiled', None)")
     script = script.replace('os.environ["PYTORCH_CUDA_ALLOC_CONF"]', '""')
@@ -201,7 +201,7 @@ def accumulation(wanted: int, *, uneven: bool = False) -> str:
     return ACCUMULATION.replace("WANTED", str(wanted)).replace("UNEVEN", str(uneven))
 
 
-def test_accumulated_gradients_are_sent_once_a_step_and_stay_what_they_were(
+def test_accumulated_gradients_are_sent_once_and_unchanged(
     run_once: Run,
 ) -> None:
     before = run_once(accumulation(4))
@@ -211,7 +211,7 @@ def test_accumulated_gradients_are_sent_once_a_step_and_stay_what_they_were(
     assert check_losses(one.safety, one.changes_random_numbers, [before], [after]).passed
 
 
-def test_a_step_that_would_be_made_with_unsent_gradients_ends_the_run(run_once: Run) -> None:
+def test_optimizer_step_with_unsent_gradients_ends_the_run(run_once: Run) -> None:
     result = run_once(accumulation(1, uneven=True), KnobSetting("ddp-no-sync"))
     assert "2 passes where others have 4" in result.problem
 
@@ -249,6 +249,6 @@ def test_a_setting_may_be_named(name: str, text: str, expected: object) -> None:
     ("name", "text"),
     [("workers", "many"), ("workers", "-1"), ("set-to-none", "1"), ("batch", "0"), ("batch", "x")],
 )
-def test_a_setting_that_is_none_is_one_line(name: str, text: str) -> None:
+def test_invalid_setting_is_one_line_error(name: str, text: str) -> None:
     with pytest.raises(AdvisorError, match=f"^{name}={text}: "):
         find_knob(name).parse_setting(text, Machine(2, False))

@@ -34,7 +34,7 @@ def test_each_class_has_its_bar(safety: Safety, factor: float, passed: bool) -> 
 
 
 @pytest.mark.parametrize("safety", ["exact", "reordered", "precision"])
-def test_a_loss_that_is_not_a_number_any_more_is_never_let_through(safety: Safety) -> None:
+def test_nan_loss_is_never_accepted(safety: Safety) -> None:
     assert not check_losses(safety, False, [run([*BASE])], [run([*BASE[:20], None])]).passed
 
 
@@ -58,18 +58,18 @@ def test_rounding_in_some_runs_is_the_machine_and_not_the_knob() -> None:
     ).needs_rerun
 
 
-def test_losses_of_a_program_that_varies_are_compared_with_a_range() -> None:
+def test_varying_losses_are_compared_with_a_range() -> None:
     baseline = [run([*BASE]), run(scale_losses(1.001))]
     assert check_losses("exact", False, baseline, [run(scale_losses(0.999))]).passed
     assert not check_losses("exact", False, baseline, [run(scale_losses(1.5))]).passed
 
 
-def test_shrinking_gradients_are_seen_though_the_losses_are_equal() -> None:
+def test_shrinking_gradients_are_detected_with_equal_losses() -> None:
     small: list[float | None] = [0.1] * 5
     assert not check_losses(
         "precision", False, [run([*BASE])], [run(scale_losses(1.001), small)]
     ).passed
 
 
-def test_a_trial_without_losses_where_there_were_some_is_refused() -> None:
+def test_trial_losing_its_losses_is_refused() -> None:
     assert not check_losses("exact", False, [run([*BASE])], [run([])]).passed

@@ -24,7 +24,7 @@ def runs(
 
 
 @pytest.mark.parametrize("drift", [0.02, 0.3])
-def test_nine_of_ten_intervals_hold_the_truth_though_the_machine_is_loaded(drift: float) -> None:
+def test_nine_of_ten_intervals_hold_on_a_loaded_machine(drift: float) -> None:
     hits = 0
     for seed in range(100):
         random = np.random.default_rng(seed)
@@ -37,7 +37,7 @@ def test_nine_of_ten_intervals_hold_the_truth_though_the_machine_is_loaded(drift
     assert hits >= 88
 
 
-def test_pairs_take_out_what_changed_for_both() -> None:
+def test_pairs_cancel_common_changes() -> None:
     random = np.random.default_rng(7)
     load = [1.0, 2.0, 1.5, 3.0, 1.2]
     before, after = runs(random, 10, load), runs(random, 7.5, load)
@@ -54,12 +54,12 @@ def test_the_mean_counts_pauses_that_come_now_and_then() -> None:
     assert gain.share == pytest.approx(0.5)
 
 
-def test_without_steps_on_a_side_nothing_is_measured() -> None:
+def test_no_gain_is_measured_without_steps_on_both_sides() -> None:
     assert measure_gain([[1, 2]], [[]]) is None
     assert measure_paired_gain([[1], [2]], [[1], [2]]) is None
 
 
-def test_two_pairs_and_what_others_say_of_the_machine_are_enough() -> None:
+def test_two_pairs_suffice_with_noise_of_other_trials() -> None:
     before, after = [[10, 10], [11, 11]], [[5, 5], [5, 6]]
     assert measure_paired_gain(before, after) is None
     paired_gain = measure_paired_gain(before, after, [[0.0, 0.05], [0.02, -0.03], [-0.01, 0.01]])

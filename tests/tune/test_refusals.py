@@ -38,7 +38,7 @@ def result_without_knobs(run_once: Run, program_folder: Path) -> TrialResult:
     return run_once(TRAPS, here=program_folder)
 
 
-def test_the_unchanged_program_is_timed_and_its_files_stay_as_they_are(
+def test_unchanged_program_is_timed_without_changing_files(
     result_without_knobs: TrialResult, program_folder: Path
 ) -> None:
     assert result_without_knobs.problem == "" and result_without_knobs.ended
@@ -75,14 +75,14 @@ def test_a_knob_that_changes_the_losses_is_refused(
     assert why in losses.text
 
 
-def test_a_knob_that_takes_more_memory_than_there_is_is_reported_as_that(
+def test_knob_exceeding_memory_is_reported_out_of_memory(
     run_once: Run, program_folder: Path
 ) -> None:
     result = run_once(TRAPS, KnobSetting("gc-freeze"), here=program_folder)
     assert result.kind == "memory" and not result.ended
 
 
-def test_an_exact_knob_that_meets_nothing_leaves_the_losses_equal_and_says_so(
+def test_exact_knob_without_effect_is_reported(
     run_once: Run, program_folder: Path, result_without_knobs: TrialResult
 ) -> None:
     result = run_once(TRAPS, KnobSetting("loader-persistent"), here=program_folder, steps=8)

@@ -74,7 +74,7 @@ OTHER = (KnobSetting("set-to-none"),)
 
 @linux
 @watched
-def test_one_of_two_programs_that_take_turns_stands_still_with_all_its_threads(
+def test_paused_program_stops_all_of_its_threads(
     tmp_path: Path,
 ) -> None:
     trial_program = program(tmp_path)
@@ -95,7 +95,7 @@ def test_one_of_two_programs_that_take_turns_stands_still_with_all_its_threads(
 
 @linux
 @watched
-def test_a_process_that_ends_or_fails_between_turns_leaves_the_others_result(
+def test_process_ending_between_turns_keeps_the_other_result(
     tmp_path: Path,
 ) -> None:
     trial_program = program(tmp_path, steps=11)
@@ -122,7 +122,7 @@ def test_a_process_that_ends_or_fails_between_turns_leaves_the_others_result(
 
 @linux
 @watched
-def test_out_of_memory_beside_others_is_tried_again_alone(tmp_path: Path) -> None:
+def test_out_of_memory_beside_others_is_retried_alone(tmp_path: Path) -> None:
     """The second process of the first round meets another that holds the whole memory."""
     each = "if step == 6 and os.environ.get('SECOND'): raise MemoryError('no room')"
     trial_program = program(tmp_path, each=each)
@@ -157,7 +157,7 @@ def test_ranks_of_a_job_are_never_stopped(tmp_path: Path, monkeypatch: pytest.Mo
 
 @linux
 @watched
-def test_without_room_for_two_they_run_one_after_the_other(
+def test_programs_run_in_sequence_without_memory_for_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(round_, "_measure_memory", lambda pid: (1 << 20, 1 << 30))
@@ -180,7 +180,7 @@ def test_rounds_until_the_time_limit_count(tmp_path: Path) -> None:
 
 @linux
 @watched
-def test_ctrl_c_between_turns_keeps_the_blocks_there_are(
+def test_ctrl_c_between_turns_keeps_finished_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial_program = program(tmp_path)
@@ -203,7 +203,7 @@ def test_ctrl_c_between_turns_keeps_the_blocks_there_are(
 
 @linux
 @watched
-def test_nobody_is_left_stopped_when_the_one_who_lets_them_go_is_killed(tmp_path: Path) -> None:
+def test_paused_programs_resume_if_parent_dies(tmp_path: Path) -> None:
     """Loader workers neither: they are not this process's children."""
     each = (
         "step == 3 and os.fork() == 0 and (print('child', os.getpid(), flush=True), "
@@ -276,7 +276,7 @@ def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None
     assert np.median(widths) < 0.05, "of steps that differ by e times and more"
 
 
-def test_an_interrupt_while_the_program_starts_is_not_lost_and_ends_it(
+def test_interrupt_during_program_start_ends_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Python drops what a signal raises in its hooks around a fork."""

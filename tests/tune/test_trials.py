@@ -76,14 +76,14 @@ def test_other_batch_sizes_are_compared_by_the_time_per_sample() -> None:
     assert "another training" in TRIALS.render("terminal", report)
 
 
-def test_another_batch_size_that_breaks_the_losses_is_dropped_all_the_same() -> None:
+def test_batch_size_breaking_the_losses_is_dropped() -> None:
     broken = steps(20, 64)
     broken.losses = [1.0, None, None]
     report = run_trials(("batch=64",), lambda knob_settings: broken if knob_settings else steps(10))
     assert report.trials[0].outcome == "dropped" and "not finite" in report.trials[0].why
 
 
-def test_without_a_loader_nobody_knows_what_a_batch_is() -> None:
+def test_batch_size_is_unknown_without_a_loader() -> None:
     blind = steps(10)
     blind.samples = blind.batch = None
     report = run_trials(("batch=x2",), lambda knob_settings: blind)
@@ -104,7 +104,7 @@ def test_other_knobs_are_compared_with_the_step_and_combined() -> None:
     assert report.together.knob_settings == [KnobSetting("set-to-none")]
 
 
-def test_a_setting_that_is_none_of_a_knobs_own_is_tried_where_it_is_asked_for() -> None:
+def test_custom_knob_setting_is_tried_on_request() -> None:
     machine = Machine(2, False)
     default_plan = plan_requested_trials(("workers",), machine, [])
     assert KnobSetting("workers", 3) not in [trial.knob_setting for trial in default_plan]
@@ -112,13 +112,13 @@ def test_a_setting_that_is_none_of_a_knobs_own_is_tried_where_it_is_asked_for() 
     assert [trial.knob_setting for trial in more] == [KnobSetting("workers", 3)]
 
 
-def test_a_program_too_slow_for_the_budget_gets_advice_on_what_to_change() -> None:
+def test_program_exceeding_the_budget_gets_advice() -> None:
     late = TrialResult(problem="no end after 20 s", kind="late")
     with pytest.raises(AdvisorError, match="give it more --budget, or fewer --steps"):
         run_trials(("set-to-none",), lambda knob_settings: late)
 
 
-def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_run() -> None:
+def test_unseeded_program_is_not_compared_with_its_first_run() -> None:
     """The losses differ from run to run as they do with the knob."""
     count = 0
 
@@ -135,7 +135,7 @@ def test_a_program_that_draws_other_numbers_each_time_is_not_held_to_its_first_r
     assert "as its own runs" in report.trials[0].losses
 
 
-def test_knobs_that_change_the_losses_run_out_of_memory_or_meet_nothing_are_dropped() -> None:
+def test_harmful_or_ineffective_knobs_are_dropped() -> None:
     def answer_settings(knob_settings: tuple[KnobSetting, ...]) -> TrialResult:
         result = steps(7 if knob_settings else 10)
         name = knob_settings[0].knob if knob_settings else ""

@@ -66,7 +66,7 @@ def command(folder: Path, *words: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def test_the_cure_wins_within_what_was_promised_and_is_remembered(tmp_path: Path) -> None:
+def test_cure_wins_within_its_prediction_and_is_remembered(tmp_path: Path) -> None:
     words = ("--budget", "600s", "--steps", "12", "--warmup", "8", "--out", "run")
     process = command(
         tmp_path, *words, "--only", "workers=2", "--remember", "--format", "json", "train.py"
@@ -139,7 +139,7 @@ def test_predictions_and_measurements_are_remembered(
     assert len(predictions.read_predictions(tmp_path / "mine.jsonl").predictions) == 1
 
 
-def test_interrupted_it_leaves_what_is_known(tmp_path: Path) -> None:
+def test_interrupted_trial_keeps_known_results(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     words = ("--steps", "12", "--warmup", "8", "--out", "run", "train.py")
     process = command(tmp_path, *words, TMPDIR=str(tmp_path / "tmp"))
@@ -190,7 +190,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_a_program_that_does_not_train_is_one_line(
+def test_program_without_training_is_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -210,12 +210,12 @@ def test_budgets_have_units(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5s", "10 days", "1e9"])
-def test_a_budget_that_is_none_is_one_line(text: str) -> None:
+def test_invalid_budget_is_one_line_error(text: str) -> None:
     with pytest.raises(AdvisorError, match="--budget"):
         parse_time(text)
 
 
-def test_a_trial_without_a_winner_says_so() -> None:
+def test_trial_without_a_winner_is_reported() -> None:
     trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered")
     assert write_headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
     assert write_headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

@@ -63,13 +63,13 @@ def test_a_file_that_kills_workers_fails_alone(scheduler: Any, job_folder: Any) 
     assert "died" in reasons["4"]
 
 
-def test_an_address_where_nobody_answers_is_one_line() -> None:
+def test_unreachable_cluster_address_is_one_line_error() -> None:
     pytest.importorskip("distributed", reason="the cluster extra is not installed")
     with pytest.raises(AdvisorError, match=r"--cluster tcp://127\.0\.0\.1:1: no scheduler answers"):
         Cluster("tcp://127.0.0.1:1", patience=1.0)
 
 
-def test_without_the_extra_the_command_that_brings_it_is_reported(
+def test_missing_extra_error_shows_its_install_command(
     monkeypatch: pytest.MonkeyPatch, job_folder: Any
 ) -> None:
     monkeypatch.setitem(sys.modules, "distributed", None)
@@ -85,7 +85,7 @@ def test_without_the_extra_the_command_that_brings_it_is_reported(
         (ValueError("failed"), r"does not run advisor \(failed\)"),
     ],
 )
-def test_workers_with_another_advisor_are_reported_in_one_line(
+def test_worker_version_mismatch_is_one_line_error(
     monkeypatch: pytest.MonkeyPatch, answer: object, why: str
 ) -> None:
     fake_client = client(run=lambda *_, **__: {"tcp://w:1": answer})
@@ -109,7 +109,7 @@ def test_a_cluster_without_workers_says_how_to_start_one(monkeypatch: pytest.Mon
         Cluster("tcp://s:1")
 
 
-def test_workers_that_are_gone_for_long_are_given_up_and_a_short_gap_is_not(
+def test_workers_are_given_up_after_a_long_absence_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads = {"a": 2, "b": 1}

@@ -85,7 +85,7 @@ def diagnose_job(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nobody_is_blamed_where_all_ranks_are_equal(seed: int) -> None:
+def test_equal_ranks_have_no_straggler(seed: int) -> None:
     report = diagnose(run(RANKS, STEPS, data_parallel(no_extra_work, seed)).summaries)
     assert report.outliers == []
 
@@ -94,7 +94,7 @@ def test_nobody_is_blamed_where_all_ranks_are_equal(seed: int) -> None:
     ("name", "kind"),
     [("compute", "compute"), ("idle: loader", "input"), ("idle: python", "host")],
 )
-def test_the_rank_with_more_work_of_its_own_is_reported(name: str, kind: str) -> None:
+def test_rank_with_more_own_work_is_reported(name: str, kind: str) -> None:
     report, gain = diagnose_job(lambda r, s, p: [Work(0.3 * MS, name)] if r == 7 else [])
     (outlier,) = report.outliers
     assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind, outlier.moves) == (
@@ -113,7 +113,7 @@ def test_the_rank_with_more_work_of_its_own_is_reported(name: str, kind: str) ->
     assert outlier.reason
 
 
-def test_waiting_ranks_are_not_blamed_however_long_their_collectives() -> None:
+def test_ranks_waiting_in_collectives_are_not_blamed() -> None:
     report, _ = diagnose_job(lambda r, s, p: [Work(1.0 * MS)] if r == 3 and p == 0 else [])
     assert [outlier.ranks for outlier in report.outliers] == ["3"]
     waiting = report.classes.index("waiting")
@@ -134,7 +134,7 @@ def test_a_host_is_reported_as_a_host() -> None:
     )
 
 
-def test_a_slow_device_is_slower_at_all_kernels_and_an_imbalance_is_not() -> None:
+def test_slow_device_is_told_from_imbalance_by_kernel_times() -> None:
     def kernels(rank: int, slow: tuple[float, float]) -> dict[str, KernelSummary]:
         gemm, other = slow if rank == 7 else (1.0, 1.0)
         return {
@@ -161,12 +161,12 @@ def test_another_rank_in_each_step_is_reported_as_moving() -> None:
     assert outlier.gain_ns == pytest.approx(gain, rel=0.1)
 
 
-def test_one_long_step_is_not_a_habit_of_its_rank() -> None:
+def test_one_long_step_makes_no_straggler() -> None:
     report, _ = diagnose_job(lambda r, s, p: [Work(0.9 * MS)] if r == 7 and s == 2 else [])
     assert report.outliers == []
 
 
-def test_links_of_one_host_are_reported() -> None:
+def test_slow_links_of_one_host_are_reported() -> None:
     rng = np.random.default_rng(2)
     factor = rng.normal(1.0, 0.02, (RANKS, STEPS, PIECES))
 
@@ -217,7 +217,7 @@ def _send(stage: int, lane: int) -> Collective:
     return Collective(f"p2p{stage}-{lane}", ends, 0.01 * MS, "send_recv")
 
 
-def test_the_long_stage_of_a_pipeline_is_reported_and_its_bubbles_are_not() -> None:
+def test_long_pipeline_stage_is_reported_without_its_bubbles() -> None:
     report = diagnose(pipeline(0.4).summaries)
     (outlier,) = report.outliers
     assert (outlier.unit, outlier.name, outlier.ranks, outlier.kind) == (
@@ -231,7 +231,7 @@ def test_the_long_stage_of_a_pipeline_is_reported_and_its_bubbles_are_not() -> N
     assert diagnose(pipeline(0.0).summaries).outliers == []
 
 
-def test_a_pause_of_one_rank_in_one_step_is_named_and_nobody_is_blamed() -> None:
+def test_single_pause_is_reported_without_a_straggler() -> None:
     def pause(rank: int, step: int, piece: int) -> list[Item]:
         return [Work(40 * MS, "idle: python")] if (rank, step, piece) == (5, 2, 0) else []
 
@@ -248,7 +248,7 @@ def test_a_pause_of_one_rank_in_one_step_is_named_and_nobody_is_blamed() -> None
     assert straggler_messages(no_extra_work) == []
 
 
-def test_the_gain_of_a_pipeline_is_said_to_be_of_rebalanced_stages() -> None:
+def test_pipeline_gain_assumes_rebalanced_stages() -> None:
     study = study_ranks(pipeline(0.4).summaries)
     assert study is not None
     (finding,) = StragglerRank().check_run(study)
@@ -290,7 +290,7 @@ def make_estimator(ns: float) -> Any:
     return SimpleNamespace(marginal=lambda edits, applied: ns)
 
 
-def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() -> None:
+def test_fix_applies_to_ranks_where_its_rule_is_silent() -> None:
     """The rank's value lies just below the rule's threshold. Each rank saves 2 ms, so the job
     does. If the silent ranks saved nothing, the others would wait for them."""
     advice = Advice("launch-bound", "host", 2 * MS)
@@ -324,7 +324,7 @@ def test_a_rule_that_stays_silent_on_some_ranks_still_changes_their_program() ->
         assert gain(edit, 2 * MS) == pytest.approx(0, abs=0.1 * MS)
 
 
-def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has() -> None:
+def test_hiding_communication_gains_at_most_the_least_of_a_rank() -> None:
     """Rank 7 comes last in every collective and waits for nobody. Without the transfers it is as
     late, so the job gains these; if its own wait could be hidden too, it has none."""
     slow = data_parallel(lambda r, s, p: [Work(0.5 * MS)] if r == 7 else [], noise=0)
@@ -359,7 +359,7 @@ def test_hidden_communication_gains_no_more_than_the_rank_with_least_of_it_has()
         assert (gain.high > 1.2 * transfers) == waits
 
 
-def test_ranks_that_are_not_there_are_reported_and_the_rest_stands() -> None:
+def test_missing_ranks_are_reported_beside_the_others_results() -> None:
     ran = run(RANKS, STEPS, data_parallel(lambda r, s, p: [Work(0.3 * MS)] if r == 7 else []))
     present = [summary for summary in ran.summaries if summary.rank not in (4, 5, 20)]
     lost = [UnreadRank(rank=rank, path=f"{rank}.json", why="access denied") for rank in (4, 5)]
@@ -389,14 +389,14 @@ def test_the_steps_before_the_cut_of_a_truncated_file_count(slow: bool) -> None:
     assert "7" in report.not_checked["the work of damaged files"]
 
 
-def test_a_rank_counts_once_however_many_files_it_has() -> None:
+def test_rank_with_several_files_counts_once() -> None:
     ran = run(RANKS, STEPS, data_parallel(no_extra_work))
     report = diagnose([*ran.summaries, replace(ran.summaries[4], path="copy.json")])
     assert len(report.lines) == RANKS
     assert "4" in report.not_checked["further files of the same ranks"]
 
 
-def test_no_rank_at_all_and_one_without_collectives() -> None:
+def test_no_ranks_and_a_rank_without_collectives() -> None:
     assert study_ranks([]) is None
     lone = RankSummary(rank=0, path="a.json", step_ns=0.0)
     report = diagnose([lone])
@@ -443,7 +443,7 @@ def test_the_public_job_of_eight_ranks(shared_file: Callable[[str], str]) -> Non
     assert 0.9 * exposed_share < late < exposed_share  # both of the step
 
 
-def test_a_folder_of_ranks_says_whose_step_it_is_and_what_they_wait_for_each_other(
+def test_job_report_names_its_step_and_waits_between_ranks(
     shared_file: Callable[[str], str],
 ) -> None:
     """DLRM: steps of 12.5 to 19.9 ms. Its messages are small, so fewer bytes help nothing, and no
@@ -513,7 +513,7 @@ def large_job(ranks: int, steps: int, per: int, slow: int) -> list[RankSummary]:
     return result
 
 
-def test_a_thousand_ranks_are_diagnosed_in_seconds_and_in_little_memory() -> None:
+def test_thousand_ranks_are_diagnosed_within_time_and_memory() -> None:
     summaries = large_job(1024, 10, 100, slow=77)
     tracemalloc.start()
     begin = time.process_time()
@@ -543,7 +543,7 @@ def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[st
     assert "traces of all ranks" not in waits.fix, "this report is of all ranks"
 
 
-def test_an_outlier_that_a_finding_cures_is_not_repeated_below_the_fixes(
+def test_outlier_fixed_by_a_finding_is_not_listed_twice(
     shared_trace: Callable[[str], str],
 ) -> None:
     """Rank 7 is late: a fix, so no change of its own. It comes before a fix of about the same gain,

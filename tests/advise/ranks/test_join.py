@@ -31,7 +31,7 @@ REAL = {
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_waits_are_those_of_the_analysis_of_few_ranks(
+def test_waits_equal_those_of_the_full_rank_analysis(
     name: str, shared_file: Callable[[str], str]
 ) -> None:
     files = [shared_file(file) for file in REAL[name]]
@@ -59,7 +59,7 @@ def test_waits_are_those_of_the_analysis_of_few_ranks(
         assert shift == pytest.approx(expected, abs=4 * alignment.error_ns)
 
 
-def test_clocks_with_offsets_and_drift_are_found_through_a_chain_of_groups() -> None:
+def test_clock_offsets_and_drift_are_found_through_group_chains() -> None:
     ranks, rng = 32, np.random.default_rng(3)
     shift, drift = rng.normal(0, 4 * MS, 4), rng.normal(0, 4e-5, 4)
     work = rng.uniform(0.5, 1.5, (ranks, 3, 40))
@@ -88,7 +88,7 @@ def test_clocks_with_offsets_and_drift_are_found_through_a_chain_of_groups() -> 
     assert np.ptp(shift_difference) < 20_000
 
 
-def test_stages_that_only_send_to_each_other_are_put_on_one_clock() -> None:
+def test_stages_joined_by_sends_only_share_one_clock() -> None:
     def program(rank: int, step: int) -> list[Item]:
         stage = rank // 2
         items: list[Item] = [Work((1.0 + 0.1 * rank) * MS)]
@@ -106,7 +106,7 @@ def test_stages_that_only_send_to_each_other_are_put_on_one_clock() -> None:
     assert clocks.shift[2] - clocks.shift[0] == pytest.approx(-3.0 * MS, abs=1_000)
 
 
-def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> None:
+def test_ranks_with_unequal_step_counts_match_in_common_steps() -> None:
     def program(rank: int, step: int) -> list[Item]:
         return [Work((1 + 0.1 * rank) * MS), Collective("world", (0, 1, 2), 10_000)] * 4
 
@@ -129,7 +129,7 @@ def test_ranks_with_other_numbers_of_steps_are_matched_in_those_they_share() -> 
     assert measure_waits(joined).last_count.tolist() == [0, 8, 12]
 
 
-def test_a_summary_whose_columns_do_not_belong_together_is_refused() -> None:
+def test_summary_with_inconsistent_columns_is_refused() -> None:
     ran = run(2, 1, lambda rank, step: [Work(MS), Collective("world", (0, 1), 10.0)] * 3)
     bad = ran.summaries[1]
     assert bad.collectives is not None
@@ -144,7 +144,7 @@ def test_a_summary_whose_columns_do_not_belong_together_is_refused() -> None:
             match_collectives([ran.summaries[0], broken])
 
 
-def test_two_runs_of_one_script_are_not_one_job() -> None:
+def test_two_runs_of_one_script_are_separate_jobs() -> None:
     def program(rank: int, step: int) -> list[Item]:
         return [Work(MS), Collective("world", (0, 1), 10_000)] * 5
 
@@ -154,7 +154,7 @@ def test_two_runs_of_one_script_are_not_one_job() -> None:
     assert "300 s apart" in clocks.reason
 
 
-def test_a_thousand_ranks_with_a_thousand_collectives_each_fit_in_memory() -> None:
+def test_thousand_ranks_of_thousand_collectives_fit_in_memory() -> None:
     ranks, count = 1024, 1000
     rng = np.random.default_rng(1)
     ran = run(2, 1, lambda rank, step: [Work(MS), Collective("world", (0, 1), 10.0)])

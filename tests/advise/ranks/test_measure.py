@@ -34,7 +34,7 @@ def write_trace(tmp_path: Path, name: str = "rank3.json") -> str:
     return str(trace.write(tmp_path / name))
 
 
-def test_the_figures_are_those_of_the_ordinary_report(tmp_path: Path) -> None:
+def test_rank_summary_equals_the_ordinary_report(tmp_path: Path) -> None:
     path = write_trace(tmp_path)
     report, summary = examine(path).report, summarize_file(path)
     assert report.scope is not None
@@ -51,7 +51,7 @@ def test_the_figures_are_those_of_the_ordinary_report(tmp_path: Path) -> None:
         assert unpack(summary.per_step[name]).mean() == pytest.approx(summary.time[name])
 
 
-def test_collectives_have_their_key_step_and_the_work_before_them(tmp_path: Path) -> None:
+def test_collectives_have_key_step_and_preceding_work(tmp_path: Path) -> None:
     summary = summarize_file(write_trace(tmp_path))
     collectives = summary.collectives
     assert collectives is not None
@@ -68,7 +68,7 @@ def test_collectives_have_their_key_step_and_the_work_before_them(tmp_path: Path
         assert work[row] == start[row] - before
 
 
-def test_the_number_that_is_asked_for_is_the_ranks(tmp_path: Path) -> None:
+def test_summary_takes_the_given_rank_number(tmp_path: Path) -> None:
     assert summarize_file(write_trace(tmp_path), 17).rank == 17
     with pytest.raises(AdvisorError):
         summarize_file(str(tmp_path / "none.json"))
@@ -98,7 +98,7 @@ def test_a_summary_is_kept_small_by_leaving_out_whole_steps() -> None:
     assert decode(encode(small)) == small
 
 
-def test_even_a_step_that_is_too_large_leaves_a_summary() -> None:
+def test_oversized_step_still_gives_a_summary() -> None:
     rng = np.random.default_rng(0)
     count = 60_000
     base = run(1, 1, lambda rank, step: [Work(MS), Collective("g", (0,), 9.0)]).summaries[0]
@@ -127,7 +127,7 @@ def test_hosts_are_identified_by_names(path: str, host: str) -> None:
     assert host_of(path) == host
 
 
-def test_racks_are_what_names_share_before_the_last_number() -> None:
+def test_racks_are_common_host_name_prefixes() -> None:
     names = [f"rack{rack}-node{node:02d}" for rack in range(3) for node in range(4)]
     assert set(find_racks(names).values()) == {"rack0", "rack1", "rack2"}
     assert find_racks(["node-01", "node-02"]) == {}

@@ -28,7 +28,7 @@ def packed(path: Path, wanted: Options | None = None) -> bytes:
     return MeasureTask(source=source, wanted=wanted or Options()).encoded()
 
 
-def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(job_folder: Any) -> None:
+def test_killed_worker_is_retried_and_damaged_file_fails_alone(job_folder: Any) -> None:
     undisturbed = job_folder.analyze(workers=2)
     assert undisturbed.ranks.missing == []
     assert [line.rank for line in undisturbed.ranks.lines] == list(range(job_folder.ranks))
@@ -52,14 +52,14 @@ def test_a_killed_process_changes_nothing_and_a_damaged_file_fails_alone(job_fol
     assert str(job_folder.folder) not in reasons["2"]
 
 
-def test_a_file_that_is_never_done_is_ended(job_folder: Any) -> None:
+def test_endless_file_is_stopped(job_folder: Any) -> None:
     job_folder.inject_worker_fault(1, "waits")
     ranks = job_folder.analyze("1-2", workers=2, seconds=30.0).ranks
     assert [item.ranks for item in ranks.missing] == ["1"]
     assert "not done within 30 s" in ranks.missing[0].why
 
 
-def test_no_process_is_left_behind_not_even_a_busy_one(job_folder: Any) -> None:
+def test_busy_worker_processes_are_not_left_behind(job_folder: Any) -> None:
     job_folder.inject_worker_fault(0, "waits")
     with start_processes(1) as crew:
         crew.submit(
@@ -75,7 +75,7 @@ def test_no_process_is_left_behind_not_even_a_busy_one(job_folder: Any) -> None:
             os.kill(pid, 0)
 
 
-def test_a_process_that_is_killed_between_two_orders_is_replaced(job_folder: Any) -> None:
+def test_process_killed_between_tasks_is_replaced(job_folder: Any) -> None:
     with start_processes(1) as crew:
         assert isinstance(
             decode(crew.submit(run_task, packed(job_folder.folder / "rank0.json")).result(60)),
@@ -90,7 +90,7 @@ def test_a_process_that_is_killed_between_two_orders_is_replaced(job_folder: Any
         assert pid not in crew.pids
 
 
-def test_a_process_is_replaced_after_so_many_files(job_folder: Any) -> None:
+def test_process_is_replaced_after_its_file_limit(job_folder: Any) -> None:
     with ProcessPool(1, recycle=2) as crew:
         seen = []
         for rank in range(4):
@@ -103,7 +103,7 @@ def test_a_process_is_replaced_after_so_many_files(job_folder: Any) -> None:
     assert first not in seen[2]
 
 
-def test_a_job_of_which_nothing_can_be_read_is_one_line(tmp_path: Path) -> None:
+def test_unreadable_job_is_one_line_error(tmp_path: Path) -> None:
     for rank in range(2):
         (tmp_path / f"rank{rank}.json").write_text("{")
     with pytest.raises(AdvisorError, match=r"none of the 2 files can be read; first: .*rank0"):
@@ -125,7 +125,7 @@ def test_ranks_in_an_archive_are_fetched_by_the_workers(job_folder: Any, tmp_pat
     assert archive_lines[2].path == f"zip://gpu-01/rank2.json::{archive}"
 
 
-def test_a_fault_of_the_comparison_is_one_line(
+def test_comparison_failure_is_one_line_error(
     job_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def study(*_: object, **__: object) -> None:
@@ -136,7 +136,7 @@ def test_a_fault_of_the_comparison_is_one_line(
         job_folder.analyze("0-1", workers=1)
 
 
-def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Path) -> None:
+def test_windows_of_one_rank_count_as_one_rank(tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"trace_{number}.json").write_text("{}")
     assert not files_summarized_apart([str(tmp_path)], Options())
@@ -151,7 +151,7 @@ def test_ranks_are_counted_by_names_and_windows_of_one_rank_are_not(tmp_path: Pa
     assert not files_summarized_apart([str(tmp_path / "nowhere")], Options())
 
 
-def test_more_files_elsewhere_than_are_held_at_once_are_measured_one_by_one(
+def test_excess_remote_files_are_measured_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     remote_files = [RemoteFile(f"s3://b/{n}.json", f"s3://b/{n}.json") for n in range(65)]

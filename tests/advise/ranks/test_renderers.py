@@ -101,7 +101,7 @@ def test_a_name_stays_text_wherever_it_stands(make_job: Make, hostile_name: str,
         assert "&lt;img" in text
 
 
-def test_html_loads_nothing_and_runs_nothing(make_job: Make, hostile_name: str) -> None:
+def test_html_loads_no_resources_and_runs_no_scripts(make_job: Make, hostile_name: str) -> None:
     page = Page(render("html", make_job(32, nasty=hostile_name)))
     assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
     assert not [name for name, _ in page.attributes if name.startswith("on")]
@@ -109,7 +109,7 @@ def test_html_loads_nothing_and_runs_nothing(make_job: Make, hostile_name: str) 
     assert ("http-equiv", "Content-Security-Policy") in page.attributes
 
 
-def test_the_map_has_a_cell_per_rank_and_class_and_marks_the_outlier(make_job: Make) -> None:
+def test_rank_map_has_a_cell_per_class_and_marks_the_outlier(make_job: Make) -> None:
     text = render("html", make_job(1024))
     page = Page(text)
     assert len(page.shades) == 1024 * 4
@@ -124,7 +124,7 @@ def test_the_map_has_a_cell_per_rank_and_class_and_marks_the_outlier(make_job: M
     assert 11 <= float(match[2]) <= 13
 
 
-def test_the_map_of_very_many_ranks_shows_those_that_differ_most(
+def test_large_rank_map_shows_the_most_different_ranks(
     make_job: Make, make_line: Callable[..., RankLine]
 ) -> None:
     report = make_job(100)
@@ -137,7 +137,7 @@ def test_the_map_of_very_many_ranks_shows_those_that_differ_most(
     assert heat_map.note == "Shown are the 10 of 100 ranks that differ most."
 
 
-def test_an_unmeasured_cell_of_a_rank_has_no_color_and_says_so(make_job: Make) -> None:
+def test_unmeasured_rank_cell_has_no_color_but_a_label(make_job: Make) -> None:
     report = make_job(20)
     report.lines[3].time[0] = None
     heat_map = rank_charts.build_heat_map(report)
@@ -176,7 +176,7 @@ def test_waiting_ranks_are_drawn_differently_from_slow_ones(
     assert heat_map.tint(lines[0], 1) == 1.0 and "Grey" in heat_map.note
 
 
-def test_a_report_that_is_nested_without_end_is_one_line() -> None:
+def test_endlessly_nested_report_is_one_line_error() -> None:
     with pytest.raises(AdvisorError, match="not a report: nested too deeply"):
         Report.from_json(b'{"beyond":' + b"[" * 200_000)
 
@@ -205,7 +205,7 @@ def test_every_rank_is_in_one_range_of_the_histogram(
     ("ms", "words"),
     [((100.0, 100.1, 100.2), ["100.0 to 100.2 ms"]), ((5.0,), ["5 ms"]), ((), []), ((0.0,), [])],
 )
-def test_ranks_that_are_all_equal_are_one_range(
+def test_equal_ranks_share_one_histogram_range(
     make_line: Callable[..., RankLine], ms: tuple[float, ...], words: list[str]
 ) -> None:
     assert [one.label for one in rank_charts.build_histogram(steps(make_line, *ms))] == words
@@ -228,13 +228,13 @@ def test_the_edges_of_a_range_differ_where_its_ranks_do(
     assert t.format_bin(low, high) == words
 
 
-def test_certainty_is_not_reported_as_more_than_it_is() -> None:
+def test_significance_is_never_rounded_to_certainty() -> None:
     assert rank_charts.format_significance(0.95) == "95%"
     assert rank_charts.format_significance(1.0) == "more than 99%"
     assert rank_charts.format_significance(None) == t.NOT_MEASURED
 
 
-def test_ranks_of_which_nothing_is_said_are_not_traceback(
+def test_ranks_without_statements_are_rendered(
     make_line: Callable[..., RankLine],
 ) -> None:
     for form in ("terminal", "markdown", "html"):

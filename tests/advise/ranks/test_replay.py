@@ -36,7 +36,7 @@ def uneven_job(seed: int, barriers: int) -> Program:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_without_barriers_the_ranks_wait_for_each_other_at_the_end_alone(seed: int) -> None:
+def test_ranks_without_barriers_wait_only_at_the_end(seed: int) -> None:
     """The sum of the slowest pieces becomes the slowest sum: less than the waits at barriers."""
     ran, without = run(3, 5, uneven_job(seed, 5)), run(3, 5, uneven_job(seed, 0))
     replay = RanksReplay(
@@ -75,7 +75,7 @@ def random_job(seed: int, *, factor: float = 1.0, link: float = 1.0) -> Program:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_unchanged_it_is_the_measured_step(seed: int) -> None:
+def test_replay_without_changes_is_the_measured_step(seed: int) -> None:
     ran = run(12, 4, random_job(seed), shift=lambda rank: 2.0 * MS * (rank % 3))
     replay = RanksReplay(
         ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
@@ -116,7 +116,7 @@ def test_the_gain_of_faster_links_is_that_of_the_job_run_so(seed: int) -> None:
     [(2, 1, 3, 2), (12, 1, 4, 11), (12, 8, 3, 12)],
     ids=["of two", "one of many", "most of many"],
 )
-def test_ranks_that_end_sooner_shorten_the_replay_or_are_left_out(
+def test_replay_keeps_most_steps_when_ranks_end_early(
     ranks: int, cut: int, steps: int, replayed: int
 ) -> None:
     """The last step of some ranks is not in their recordings. The replay keeps the most rank steps:

@@ -27,7 +27,7 @@ def test_a_file_of_yesterday_is_set_aside_and_reported() -> None:
     ]
 
 
-def test_one_of_two_whole_runs_is_taken_and_not_some_ranks_of_each() -> None:
+def test_one_whole_run_of_two_is_analyzed() -> None:
     first = [rank(n, steps=2 + n % 2) for n in range(4)]
     second = [rank(n, at=HOUR, steps=3 - n % 2) for n in range(4)]
     main_run = select_main_run([*first, *second])
@@ -35,7 +35,7 @@ def test_one_of_two_whole_runs_is_taken_and_not_some_ranks_of_each() -> None:
     assert {u.path for u in main_run.other_runs} == {s.path for s in second}
 
 
-def test_the_job_that_is_left_out_is_offered() -> None:
+def test_omitted_job_is_offered() -> None:
     first = [rank(n, path=f"s3://b/runs/jobA/rank{n}.json") for n in range(4)]
     second = [rank(n, at=HOUR, path=f"s3://b/runs/jobB/rank{n}.json") for n in range(4)]
     main_run = select_main_run([*first, *second])
@@ -49,11 +49,11 @@ def test_the_job_that_is_left_out_is_offered() -> None:
     assert mixed.why.endswith("before the one analysed: give its files to analyse it")
 
 
-def test_clocks_that_are_some_seconds_apart_are_not_two_runs() -> None:
+def test_clocks_seconds_apart_are_one_run() -> None:
     assert len(select_main_run([rank(n, at=n * 10**10) for n in range(4)]).summaries) == 4
 
 
-def test_times_that_are_not_dates_tell_no_runs_apart() -> None:
+def test_times_without_dates_do_not_separate_runs() -> None:
     ranks = [structs.replace(rank(n, at=n * HOUR), clock="monotonic") for n in range(4)]
     assert select_main_run(ranks).summaries == ranks
 
@@ -72,15 +72,13 @@ def test_a_rank_twice_is_taken_once_and_reported() -> None:
     assert main_run.notes == {"further files of the same ranks": "of ranks 1"}
 
 
-def test_the_only_rank_that_is_not_reported_is_the_one_that_is_missing() -> None:
+def test_single_missing_rank_number_is_inferred() -> None:
     main_run = select_main_run([rank(0), rank(1), rank(3), rank(-1, path="who")])
     assert [(s.rank, s.path) for s in main_run.summaries][2] == (2, "who")
     assert not main_run.notes
 
 
-def test_several_that_are_not_reported_get_numbers_that_no_rank_has_and_their_files_are_named() -> (
-    None
-):
+def test_unnumbered_ranks_get_unused_numbers_and_are_named() -> None:
     main_run = select_main_run([rank(0), rank(3), rank(-1, path="b"), rank(-1, path="a")])
     assert [(s.rank, s.path) for s in main_run.summaries][2:] == [(4, "a"), (5, "b")]
     assert "4 is a and 5 is b" in main_run.notes["which ranks some files are of"]

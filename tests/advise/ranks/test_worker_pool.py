@@ -74,7 +74,7 @@ class FakeWorkers:
         self.abandoned.append(answer)
 
 
-def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots() -> None:
+def test_every_task_is_answered_once_within_the_slot_limit() -> None:
     crew = FakeWorkers(lambda rank, _: encode_summary(rank))
     items = list(iterate_results(orders(20), crew))
     assert sorted(one.rank for one in items) == list(range(20))
@@ -83,7 +83,7 @@ def test_every_order_is_answered_once_and_no_more_are_out_than_there_are_slots()
     assert crew.max_busy <= 3
 
 
-def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_alone() -> None:
+def test_task_of_a_dead_worker_is_retried_alone() -> None:
     def perform(rank: int, now: int) -> bytes:
         if rank == 4 and now == 1:
             raise WorkerDied("killed")
@@ -96,7 +96,7 @@ def test_a_worker_that_dies_once_costs_nothing_and_the_order_is_then_performed_a
     assert crew.others_at_start[4, 2] == 0
 
 
-def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it() -> None:
+def test_killing_task_is_given_up_without_other_tasks() -> None:
     def perform(rank: int, now: int) -> bytes:
         if rank == 2:
             raise WorkerDied("its process was killed by signal 9")
@@ -111,7 +111,7 @@ def test_an_order_that_kills_is_given_up_with_the_reason_and_takes_none_with_it(
     assert len(items) == 6
 
 
-def test_only_the_guilty_one_of_several_tasks_that_a_cluster_blames_is_given_up() -> None:
+def test_only_the_guilty_of_several_blamed_tasks_is_given_up() -> None:
     """Dask blames whatever waited at a worker that died."""
 
     def perform(rank: int, now: int) -> bytes:
@@ -125,7 +125,7 @@ def test_only_the_guilty_one_of_several_tasks_that_a_cluster_blames_is_given_up(
     assert crew.times[3] == 2
 
 
-def test_a_task_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
+def test_task_blamed_by_a_cluster_kills_no_more_workers() -> None:
     def perform(rank: int, now: int) -> bytes:
         if rank == 1:
             raise WorkerDied("the workers that read it died", count=RETRIES)
@@ -137,7 +137,7 @@ def test_a_task_that_a_cluster_alone_blames_kills_no_more_workers() -> None:
     assert crew.times[1] == 1
 
 
-def test_a_task_that_takes_too_long_is_given_up_and_the_others_are_not() -> None:
+def test_only_the_timed_out_task_is_given_up() -> None:
     over = threading.Event()
 
     def perform(rank: int, now: int) -> bytes:
@@ -170,7 +170,7 @@ def test_without_any_worker_left_the_rest_is_reported_as_unread() -> None:
     assert any(isinstance(one, UnreadRank) and "no worker is left" in one.why for one in items)
 
 
-def test_an_answer_that_is_not_a_summary_is_that_ranks_failure() -> None:
+def test_invalid_summary_fails_its_rank_only() -> None:
     crew = FakeWorkers(lambda rank, _: b"\xff" if rank == 1 else encode_summary(rank))
     items = list(iterate_results(orders(3), crew))
     assert [one.rank for one in items if isinstance(one, UnreadRank)] == [1]

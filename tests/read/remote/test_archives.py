@@ -94,7 +94,7 @@ def test_the_only_trace_of_a_local_archive_is_read(
     assert "of 2 files, none named like a trace" in refusal(str(path))
 
 
-def test_a_member_that_is_suggested_can_be_read(shared_file: Callable[[str], str]) -> None:
+def test_suggested_archive_member_is_readable(shared_file: Callable[[str], str]) -> None:
     """Layers without times come first in this archive, and its engines are seven runs."""
     path = shared_file("tensorrt/resnet50_engine_profiles_A100_RTX3090.tar.gz")
     line = refusal(path)
@@ -108,7 +108,7 @@ def test_pages_of_tensorboards_plugin_are_named(shared_file: Callable[[str], str
     assert "a tar archive of 5 files; each is a page of TensorBoard's profile" in refusal(path)
 
 
-def test_an_archive_of_tritons_cache_says_what_it_is_and_how_to_read_it(
+def test_archive_of_triton_cache_is_explained(
     shared_file: Callable[[str], str],
 ) -> None:
     line = refusal(path := shared_file("triton/cache.tar.gz"))
@@ -199,7 +199,7 @@ def test_a_member_that_unpacks_to_more_than_the_bound_is_refused(web: Server) ->
         pass
 
 
-def test_a_member_that_lies_about_its_size_brings_no_more_than_that(web: Server) -> None:
+def test_archive_member_with_a_false_size_is_refused(web: Server) -> None:
     honest = zipped({"bomb.json": bytes(50_000_000)})
     size = struct.pack("<I", 50_000_000)
     assert honest.count(size) == 2  # before the member, and in the table of contents
@@ -302,7 +302,7 @@ def test_the_table_of_contents_is_read_once_for_all_members(
     assert tables == 2
 
 
-def test_a_member_is_not_fetched_whole_before_its_format_is_looked_at(web: Server) -> None:
+def test_member_format_is_checked_before_a_full_download(web: Server) -> None:
     noise = bytes(range(1, 128)) * 400_000
     web.state.files["/a.tar"] = tarred({"rank0.json": noise})
     web.state.files["/rank0.json"] = noise

@@ -46,7 +46,7 @@ def test_a_folder_is_a_run_of_its_ranks(
     assert list(scratch.iterdir()) == []
 
 
-def test_the_same_is_said_of_a_file_here_and_there(
+def test_local_and_remote_file_give_the_same_report(
     s3: Any, trace_bytes: Callable[[int], bytes], tmp_path: Path
 ) -> None:
     local_file = tmp_path / "rank0.json"
@@ -101,7 +101,7 @@ def test_globs_and_ranks_choose_before_anything_is_fetched(
     ],
     ids=["missing", "denied", "unavailable", "cut"],
 )
-def test_a_rank_that_cannot_be_read_is_reported_and_the_rest_stands(
+def test_unreadable_rank_is_reported_beside_the_others_results(
     s3: Any,
     trace_bytes: Callable[[int], bytes],
     scratch: Path,
@@ -178,7 +178,7 @@ def test_sources_can_be_handed_to_another_process(
     assert not os.path.lexists(path.parent)
 
 
-def test_other_commands_take_urls_or_say_that_they_do_not(
+def test_other_commands_accept_or_refuse_urls(
     s3: Any,
     trace_bytes: Callable[[int], bytes],
     tmp_path: Path,

@@ -174,7 +174,7 @@ def test_errors_of_libraries_are_reported_in_our_words(
     assert "Signature" not in what.message
 
 
-def test_a_missing_file_that_could_not_be_asked_for_is_not_called_missing() -> None:
+def test_file_not_found_after_a_server_error_is_retryable() -> None:
     error = FileNotFoundError("https://host/a")
     error.__cause__ = ClientError(status=503)
     assert explain_error(error, "https://host/a").retryable

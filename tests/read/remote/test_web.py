@@ -116,7 +116,7 @@ def test_an_interrupted_download_without_ranges_starts_again(web: Server) -> Non
     ],
     ids=["missing", "gone", "unknown", "denied", "many", "unavailable", "cut", "slow"],
 )
-def test_each_trouble_is_one_line(
+def test_each_download_problem_is_one_line_error(
     web: Server, monkeypatch: pytest.MonkeyPatch, fault: Fault, message: str
 ) -> None:
     monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
@@ -144,7 +144,7 @@ def test_a_slow_rank_is_reported_and_the_rest_stands(
     ]
 
 
-def test_nobody_there_is_reported(monkeypatch: pytest.MonkeyPatch, web: Server) -> None:
+def test_unreachable_server_is_reported(monkeypatch: pytest.MonkeyPatch, web: Server) -> None:
     monkeypatch.setattr(filesystem, "ATTEMPTS", 2)
     with Server(web.state) as other:
         url = other.url
@@ -168,7 +168,7 @@ def test_a_file_that_changes_meanwhile_is_not_believed(
         pass
 
 
-def test_only_what_is_below_a_listed_folder_is_looked_at(web: Server) -> None:
+def test_only_files_below_a_listed_folder_are_fetched(web: Server) -> None:
     web.state.files |= {
         "/run/": b"""<a href="?C=N;O=D">name</a> <a href="../">up</a> <a href="/run/a.json">a</a>
             <a href="/secret.json">s</a> <a href="../../secret.json">s</a>
@@ -230,7 +230,7 @@ def test_a_full_disk_is_reported(web: Server, monkeypatch: pytest.MonkeyPatch) -
     assert "name a larger disk in TMPDIR" in refusal(f"{web.url}/a.json")
 
 
-def test_nothing_is_left_after_an_error_in_the_reader(web: Server, tmp_path: Path) -> None:
+def test_reader_error_leaves_no_temporary_files(web: Server, tmp_path: Path) -> None:
     web.state.files["/a.json"] = b"{}"
     source = RemoteFile(url="a", at=f"{web.url}/a.json")
     with pytest.raises(ZeroDivisionError), open_locally(source, folder=tmp_path) as path:
@@ -240,7 +240,7 @@ def test_nothing_is_left_after_an_error_in_the_reader(web: Server, tmp_path: Pat
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-def test_nothing_is_left_after_an_interrupt(web: Server, tmp_path: Path) -> None:
+def test_interrupt_leaves_no_temporary_files(web: Server, tmp_path: Path) -> None:
     web.state.files["/a.json"] = BIG
     web.state.faults["a.json"] = Fault(hang=True, heads=False)
     program = subprocess.Popen(

@@ -53,7 +53,7 @@ def sum_(b: TraceBuilder) -> None:
         b.launch(ADD, 1_000, blocks=65536)
 
 
-def test_a_product_bound_by_arithmetic_goes_by_what_products_reach() -> None:
+def test_compute_bound_product_scales_with_attainable_rate() -> None:
     """A100 SXM 271.2, H100 SXM 794.5 TFLOP/s of bf16 (mamf-finder); 1.8 µs of 5 ms stay."""
     scaled = scale_work(add_product, "h100 sxm5")
     assert kind(scaled) == "compute"
@@ -83,7 +83,7 @@ def test_a_product_without_shapes_lies_between_both_rates() -> None:
     assert unknown.factor[0] == pytest.approx(np.sqrt(unknown.low[0] * unknown.high[0]), rel=0.01)
 
 
-def test_a_kernel_of_few_blocks_gains_nothing_from_more_processors() -> None:
+def test_kernel_of_few_blocks_does_not_gain_from_more_sms() -> None:
     """54 blocks use half of an A100's 108 processors, and about a third of a B200's 148."""
 
     def add_small_kernel(b: TraceBuilder) -> None:
@@ -99,7 +99,7 @@ def test_a_kernel_of_few_blocks_gains_nothing_from_more_processors() -> None:
     assert scale_work(sum_, "mi300x").factor[0] == pytest.approx(full, rel=1e-3)
 
 
-def test_the_shortest_kernels_stay_as_short_as_they_are_and_cost_more_with_another_vendor() -> None:
+def test_shortest_kernels_keep_their_time_on_the_same_vendor() -> None:
     def add_tiny_kernel(b: TraceBuilder) -> None:
         with b.op("aten::add", [[4], [4]], "float"):
             b.launch(ADD, 2, blocks=1)
@@ -110,9 +110,7 @@ def test_the_shortest_kernels_stay_as_short_as_they_are_and_cost_more_with_anoth
 
 
 @pytest.mark.parametrize(("pinned", "factor"), [(True, 0.5), (False, 1.0)])
-def test_pinned_copies_go_by_the_interface_and_pageable_ones_by_the_host(
-    pinned: bool, factor: float
-) -> None:
+def test_pinned_copies_scale_with_pcie_pageable_with_the_host(pinned: bool, factor: float) -> None:
     """PCIe 4 x16 carries 31.5 GB/s, PCIe 5 twice that."""
     scaled = scale_work(lambda b: b.copy("HtoD", 1 << 28, pinned=pinned), "h100 sxm5")
     assert kind(scaled) == "copy"
@@ -126,7 +124,7 @@ def test_a_grace_hopper_copies_by_its_chip_to_chip_link() -> None:
     assert scaled.factor[0] == pytest.approx(31.5 / 450)
 
 
-def test_bytes_of_a_collective_go_by_the_links_and_its_waits_as_the_rank_itself() -> None:
+def test_collective_scales_by_links_and_its_waits_by_the_rank() -> None:
     """An all-reduce of 300 MB among 8 moves 525 MB through each link: 1.75 ms of 3.5 at NVLink 3's
     300 GB/s. Half of it goes by 300 / 450, half as the product beside it."""
 
@@ -140,7 +138,7 @@ def test_bytes_of_a_collective_go_by_the_links_and_its_waits_as_the_rank_itself(
     assert scaled.factor[1] == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_group_larger_than_a_machine_crosses_a_network_that_stays() -> None:
+def test_group_larger_than_a_machine_keeps_its_network() -> None:
     """Among 16, 562.5 MB and 1.875 ms of 3.5; these stay."""
 
     def step(b: TraceBuilder) -> None:
@@ -152,7 +150,7 @@ def test_a_group_larger_than_a_machine_crosses_a_network_that_stays() -> None:
     assert scaled.factor[1] == pytest.approx(share + (1 - share) * product_only.factor[0], rel=1e-3)
 
 
-def test_formats_that_a_gpu_lacks_are_computed_in_another_or_reported() -> None:
+def test_missing_gpu_formats_are_replaced_or_reported() -> None:
     def add_fp8_product(b: TraceBuilder) -> None:
         with b.op("aten::_scaled_mm", [[8192, 8192], [8192, 8192]], "c10::Float8_e4m3fn"):
             b.launch("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n", 1_000, blocks=4096)

@@ -136,7 +136,7 @@ def training(m: int, n: int, k: int, us: float) -> Analysis:
     return t.analysis()
 
 
-def test_the_three_products_of_a_layer_are_converted_or_left_together() -> None:
+def test_three_products_of_a_layer_convert_together() -> None:
     for m, n, k, us, wanted in ((16384, 8192, 4096, 1600, True), (1024, 256, 512, 6, False)):
         result = project_precision(training(m, n, k, us), "fp8")
         assert result.training and result.freed_bytes is None
@@ -151,7 +151,7 @@ def test_dimensions_that_no_narrow_kernel_takes_are_left() -> None:
     assert not layer.convert and "multiple of 16" in layer.why
 
 
-def test_products_of_activations_and_those_without_shapes_stay() -> None:
+def test_activation_and_shapeless_products_are_unchanged() -> None:
     t = TraceBuilder("H100")
     with t.step():
         t.run("aten::bmm", "nvjet_bmm_gemm", 900, [[8, 512, 64], [8, 64, 512]], "c10::BFloat16")

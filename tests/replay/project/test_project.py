@@ -45,7 +45,7 @@ def trace(
     return b.analysis()
 
 
-def test_a_step_of_one_product_is_as_much_faster_as_products_are() -> None:
+def test_step_of_one_product_scales_like_products() -> None:
     """20 ms at 271.2 TFLOP/s are 6.83 ms at 794.5; beside it there are some 30 µs of host."""
     projector = Projector(trace(add_product)).on(find_gpu("h100 sxm5").gpu)
     assert projector.step_ns == pytest.approx(20e6 * 271.2 / 794.5, rel=0.01)
@@ -54,7 +54,7 @@ def test_a_step_of_one_product_is_as_much_faster_as_products_are() -> None:
     assert [part.kind for part in projector.parts] == ["compute"]
 
 
-def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
+def test_host_bound_step_keeps_its_time_and_is_reported() -> None:
     """10 ms of host and 5 ms of device hidden under the next step's: no GPU makes that faster."""
 
     def step(b: TraceBuilder) -> None:
@@ -74,7 +74,7 @@ def test_a_host_that_sets_the_pace_keeps_it_and_the_report_says_so() -> None:
     )
 
 
-def test_a_loader_that_sets_the_pace_is_as_fast_as_the_other_machine() -> None:
+def test_loader_bound_step_scales_with_the_other_machine() -> None:
     def step(b: TraceBuilder) -> None:
         b.loader_wait(20_000)
         add_product(b, 1_000)
@@ -96,7 +96,7 @@ def test_the_gpu_that_it_was_recorded_on_is_projected_to_itself() -> None:
     assert projector.high_ns - projector.low_ns < 0.02 * projector.step_ns
 
 
-def test_steps_that_cannot_be_replayed_keep_their_idle_time_and_that_is_said() -> None:
+def test_steps_without_replay_keep_idle_time_and_are_reported() -> None:
     """The device waits 30 of 35 ms for nothing that was recorded, and works 5: those become 1.7."""
 
     def step(b: TraceBuilder) -> None:
@@ -153,7 +153,7 @@ def test_memory_is_compared_with_what_a_driver_hands_out(
     assert (projector.fit.verdict, projector.fit.allocated) == (verdict, allocated * MIB)
 
 
-def test_memory_that_was_not_recorded_is_not_measured() -> None:
+def test_unrecorded_memory_is_unmeasured() -> None:
     projector = Projector(trace(add_product)).on(find_gpu("l4").gpu)
     assert projector.fit.verdict == "not measured"
     assert (projector.fit.allocated, projector.fit.reserved) == (None, None)
@@ -231,7 +231,7 @@ def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
     assert result[1].cost / result[0].cost == pytest.approx(5 * 271.2 / 794.5, rel=0.01)
 
 
-def test_a_price_is_of_all_gpus_that_have_its_words_and_of_none_other() -> None:
+def test_price_applies_to_gpus_with_all_its_words() -> None:
     table = {"h100": 2.0, "h100 nvl": 3.0, "NVIDIA A100-PCIE-40GB": 1.0}
     assert hourly_prices(Prices(table, "EUR", "here")) == {
         "NVIDIA H100 SXM5 80GB": 2.0,
@@ -268,7 +268,7 @@ def test_a_gpu_is_found_by_its_words_and_by_its_drivers_name(name: str, expected
 
 
 @pytest.mark.parametrize("name", ["", "  ", "h21", "voodoo 2", "nvidia h100 mi300x"])
-def test_a_name_that_fits_none_is_reported(name: str) -> None:
+def test_unmatched_price_name_is_reported(name: str) -> None:
     with pytest.raises(AdvisorError, match="no GPU"):
         find_gpu(name)
 
@@ -281,7 +281,7 @@ def test_a_name_that_fits_none_is_reported(name: str) -> None:
         ("pairs/sam_2_fp32_few_syncs", "t4", "h100 sxm5"),
     ],
 )
-def test_real_steps_are_slower_on_a_slower_gpu_and_no_slower_on_a_faster(
+def test_real_steps_slow_down_on_slower_gpus_only(
     shared_trace: Callable[[str], str], name: str, slower: str, faster: str
 ) -> None:
     run = open_run(shared_trace(name), window="first")
@@ -294,7 +294,7 @@ def test_real_steps_are_slower_on_a_slower_gpu_and_no_slower_on_a_faster(
 
 
 @pytest.mark.parametrize("name", ["h100/healthy_lm", "h100/decode_batch1", "nccl_collectives"])
-def test_no_gpu_that_is_faster_in_every_figure_is_projected_slower(
+def test_gpu_faster_in_every_figure_is_not_projected_slower(
     name: str,
 ) -> None:
     """Figures: those of the datasheets, and what kernels reach: an H200 SXM is measured slower than

@@ -31,7 +31,7 @@ def test_a_pair_by_hand() -> None:
     assert pair.error == pytest.approx(math.log(2_740 / 2_202.49), abs=0.002)
 
 
-def test_four_of_five_lie_inside_the_worst_of_the_others_of_their_kind() -> None:
+def test_four_of_five_errors_are_within_other_errors_of_the_kind() -> None:
     for kind in ("compute", "memory"):
         known = [c for c in measurements().crossings if c.kind == kind]
         inside = [c.error <= max(o.error for o in known if o is not c) for c in known]
@@ -71,7 +71,7 @@ def test_every_gpu_of_the_pairs_is_known_and_every_figure_sane() -> None:
         assert pair.reference.startswith("https://")
 
 
-def test_the_table_holds_what_the_arithmetic_of_today_projects() -> None:
+def test_table_matches_current_projections() -> None:
     """A change of a GPU's rates or of the projection must be written into the table."""
     table = {
         (p.program, p.device, p.target): p for p in shipped_predictions() if p.source == "gpus"
@@ -87,7 +87,7 @@ def test_the_table_holds_what_the_arithmetic_of_today_projects() -> None:
         )
 
 
-def test_the_table_of_the_documentation_is_that_of_the_measurements() -> None:
+def test_documented_table_matches_the_measurements() -> None:
     page = Path(bench_project.__file__).parents[1] / "docs" / "project.md"
     assert bench_project.table() in page.read_text(encoding="utf-8")
 
@@ -95,7 +95,7 @@ def test_the_table_of_the_documentation_is_that_of_the_measurements() -> None:
 Key = tuple[int, int, int, int]
 
 
-def test_the_layers_are_those_of_the_published_engine_profiles(
+def test_layers_match_published_engine_profiles(
     shared_file: Callable[[str], str],
 ) -> None:
     """Convolutions of the same shape in both GPUs' profiles, their medians."""
@@ -146,7 +146,7 @@ def _pair_key(pair: WorkOnTwoGpus) -> Key:
 @pytest.mark.parametrize(
     "name", ["h100_qwen_inference", "mi300_timesformer_inference", "mi300_torch_compile"]
 )
-def test_efficiencies_and_host_times_are_those_of_the_public_traces(
+def test_efficiencies_and_host_times_match_public_traces(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
     """The efficiency of a family with one bound is the time that the roofline allows over the

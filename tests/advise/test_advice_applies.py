@@ -81,7 +81,7 @@ def test_gain_after_other_fixes_names_these_fixes() -> None:
     assert describe_gain(late, report).endswith(" after fixes 1–2")
 
 
-def test_workers_alone_are_the_fix_where_pinning_is_another() -> None:
+def test_loader_worker_fix_excludes_pinning() -> None:
     findings = report_of("pairs/loader_autograd_workers0.json.gz").findings
     code = {finding.rule: finding.code for finding in findings}
     assert "num_workers" in code["single-process-loader"]

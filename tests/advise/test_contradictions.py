@@ -234,7 +234,7 @@ def test_verdict_with_a_small_first_gain_gives_the_total_gain(
     assert len(textwrap.wrap(report.verdict, 80)) <= 4
 
 
-def test_a_verdict_gives_the_range_of_the_gain_that_it_names(report: Report) -> None:
+def test_verdict_gives_the_range_of_its_gain(report: Report) -> None:
     for finding in ranked_findings(report)[:1]:
         spread = t.format_gain_range(finding)
         if spread is not None and re.search("A fix (saves|may save) ", report.verdict):
@@ -417,7 +417,7 @@ def test_a_verdict_points_at_a_note_on_several_times_as_much(report: Report) -> 
             assert f"{t.first_clause(note.fix)} (unproven" in report.verdict
 
 
-def test_hidden_findings_take_a_line_that_names_the_main_limit(report: Report) -> None:
+def test_line_on_hidden_findings_names_the_main_limit(report: Report) -> None:
     lines = REPORTS.render("terminal", report, width=80).splitlines()
     last = lines[-1]
     assert ("Not shown" not in "".join(lines)) or last.startswith("Not shown (--details): ")
@@ -455,7 +455,7 @@ def test_no_two_notes_are_alternatives_to_each_other(report: Report) -> None:
     assert len(groups) == len(set(groups)) and not ranked & set(groups)
 
 
-def test_a_host_that_waits_is_not_praised_for_never_waiting(report: Report) -> None:
+def test_waiting_host_gets_no_passed_check_on_waiting(report: Report) -> None:
     waits = sum(part.share for part in report.host if part.name == "sync")
     praised = any("makes the host wait" in check.text for check in report.passed)
     assert not praised or waits < 0.05
@@ -485,7 +485,7 @@ def test_host_running_ahead_bounds_gain_of_faster_kernels() -> None:
     assert (finding.impact.low_ns or 0) <= 5.2e6 and (finding.impact.high_ns or 0) >= 5.7e6
 
 
-def test_idle_time_that_two_edits_of_a_fix_select_counts_once() -> None:
+def test_idle_time_selected_by_two_edits_counts_once() -> None:
     """The profiler takes 1.5 ms of the 75.5 ms of idle time in b200_eager, and compiling 0.4 ms."""
     result = analyze_cached(str(CORPUS / "b200_eager.json.gz"))
     (finding,) = [f for f in result.report.findings if f.rule == "launch-bound"]

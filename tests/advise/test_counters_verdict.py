@@ -89,7 +89,7 @@ def test_profiled_launches_are_chosen_kernels_of_the_third_step(
     assert cost.startswith(f"{count} launches of the third step, each")
 
 
-def test_kernels_of_a_device_that_mostly_waits_are_not_profiled() -> None:
+def test_kernels_of_a_mostly_idle_device_are_not_profiled() -> None:
     assert advisor.analyze(CORPUS / "linear_2080ti_launch_bound.json.gz").profile_kernels == []
 
 

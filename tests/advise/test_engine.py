@@ -201,7 +201,7 @@ def test_collective_seen_by_two_ranks_is_saved_once(
     assert [f.folded_under for f in collectives] == [None, collectives[0].rule]
 
 
-def test_the_pace_is_that_of_the_step_without_the_profiler() -> None:
+def test_pace_is_that_of_the_unprofiled_step() -> None:
     """H100: the device works for 8.04 ms of a step of 8.7, or of a profiled one of 17.2."""
     report = examine(str(CORPUS / "h100/latent_sampler")).report
     assert report.verdict.startswith(
@@ -212,7 +212,7 @@ def test_the_pace_is_that_of_the_step_without_the_profiler() -> None:
     assert not any(note.rule == "batch-headroom" for note in report.notes)
 
 
-def test_a_finding_that_another_explains_is_folded_under_it(
+def test_explained_finding_is_folded_under_its_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     result = report(two_kernels(), [rule("all", "kernel"), rule("small", "^small")], monkeypatch)

@@ -362,7 +362,7 @@ def test_every_renderer_starts_with_the_crashed_rank(tmp_path: Path) -> None:
     assert Report.from_json(report.to_json()).crashes == report.crashes
 
 
-def test_a_run_that_goes_on_after_an_exception_has_not_crashed(tmp_path: Path) -> None:
+def test_run_continuing_after_an_exception_is_no_crash(tmp_path: Path) -> None:
     r = RecordBuilder()
     r.steps(30, 10)
     r.event("end", steps=30, reason="exception", exception="OutOfMemoryError")
@@ -480,7 +480,7 @@ def test_gain_of_short_waits_is_at_most_their_cost(
     )
 
 
-def test_gains_whose_sum_or_order_surprises_are_explained(
+def test_surprising_gain_sums_and_orders_are_explained(
     shared_file: Callable[[str], str],
 ) -> None:
     """Alone 9.57, 5.84 and 6.2 ms, together 20.6 ms; 7.4 and 0.79 ms, together 8.4 ms."""

@@ -100,7 +100,7 @@ def test_a_note_that_may_gain_as_much_as_a_fix_is_shown(shared_trace: Trace) -> 
     assert "possibly" in line and line.startswith(" ∙")
 
 
-def test_a_power_limit_that_may_be_the_boards_own_is_only_a_note() -> None:
+def test_possible_board_power_limit_is_only_a_note() -> None:
     report = report_of(H100 / "healthy_lm")
     (note,) = (note for note in report.notes if note.rule == "power-throttling")
     assert note.impact is not None and note.impact.gain_ns is None

@@ -365,7 +365,7 @@ def test_a_place_without_a_line_takes_that_of_its_kernel() -> None:
     )
 
 
-def test_processes_that_number_functions_otherwise_name_none() -> None:
+def test_processes_numbering_functions_differently_name_none() -> None:
     one, other = (
         CompileLog(
             logs=1, compilations=1, ns=1.0, inductor_ns=None, recompilations=[], not_compiled=[],

@@ -42,7 +42,7 @@ def test_monitor_without_a_driver_shows_the_host(advisor: Run, no_driver: None) 
     assert "no NVIDIA driver" in result.out and "Host" in result.out and "CPU" in result.out
 
 
-def test_a_pipe_gets_one_table(advisor: Run, gpu: Any) -> None:
+def test_piped_monitor_prints_one_table(advisor: Run, gpu: Any) -> None:
     result = advisor("monitor")
     assert result.code == 0
     text = " ".join(result.out.split())

@@ -55,7 +55,7 @@ def test_json_has_the_step_its_range_and_its_basis(advisor: Run, trace: Path) ->
     assert output["rests_on"]["crossings"] >= 30
 
 
-def test_with_prices_the_cheapest_that_can_run_it_comes_first(
+def test_cheapest_capable_gpu_comes_first_with_prices(
     advisor: Run, trace: Path, tmp_path: Path
 ) -> None:
     prices = tmp_path / "prices.toml"

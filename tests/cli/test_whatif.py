@@ -44,7 +44,7 @@ def test_edited_step_is_the_measured_step_minus_gains(advisor: Run, trace: Path)
     assert output["edited_step_ns"] == pytest.approx(measured - 9e6, rel=0.01)
 
 
-def test_steps_that_the_profiler_made_longer_are_called_profiled(
+def test_steps_lengthened_by_the_profiler_are_called_profiled(
     advisor: Run, trace: Path, shared_file: Callable[[str], str]
 ) -> None:
     """The run's own steps take 8.7 ms, those of the window 17.2."""

@@ -319,7 +319,7 @@ def test_recorded_runs_are_compared_by_their_unprofiled_steps(
 
 
 @pytest.mark.parametrize(("longest", "named"), [(1000.0, False), (4000.0, True)])
-def test_the_verdict_names_the_mean_where_the_median_is_another(
+def test_verdict_names_the_mean_if_it_differs_from_the_median(
     longest: float, named: bool, write_recording: Record, training: Make
 ) -> None:
     steps = [60_000.0] * 5 + [1000.0] * 24 + [longest] * 2

@@ -71,7 +71,7 @@ def test_welch_interval_covers_at_its_nominal_rate() -> None:
     assert 0.93 <= hits / rounds <= 0.97
 
 
-def test_the_correlation_of_neighbours_is_that_of_the_series() -> None:
+def test_correlation_of_neighbours_matches_the_series() -> None:
     random = np.random.default_rng(5)
     assert s.autocorrelation(autoregression(random, 0.0, 4000)) == pytest.approx(0, abs=0.06)
     assert s.autocorrelation(autoregression(random, 0.8, 4000)) == pytest.approx(0.8, abs=0.06)

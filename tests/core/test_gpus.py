@@ -300,13 +300,13 @@ def test_a_slice_of_a_gpu_is_unknown() -> None:
     assert lookup("AMD Instinct MI300X", sms=38) is None
 
 
-def test_properties_that_contradict_the_name_make_a_gpu_unknown() -> None:
+def test_gpu_with_contradictory_properties_is_unknown() -> None:
     assert lookup("NVIDIA A100-PG509-200", memory_bytes=80 * GiB) is None
     assert lookup("NVIDIA H100 PCIe", sms=132) is None
     assert lookup("Tesla T4", compute=(8, 0)) is None
 
 
-def test_a_name_of_two_cards_needs_something_to_tell_them_apart() -> None:
+def test_ambiguous_gpu_name_needs_further_properties() -> None:
     name = "NVIDIA GeForce RTX 3080"
     assert lookup(name) is None
     assert find(name, sms=68).name == "NVIDIA GeForce RTX 3080 10GB"

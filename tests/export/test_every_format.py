@@ -263,7 +263,7 @@ def test_a_snapshot_s_report_is_redacted_too(snapshot: Path, suffix: str, tmp_pa
         ["compare", "{}", "{}"],
     ],
 )
-def test_commands_that_need_times_refuse_a_snapshot_in_a_line(
+def test_timing_commands_refuse_a_snapshot_in_one_line(
     line: list[str],
     snapshot: Path,
     tmp_path: Path,

@@ -327,7 +327,7 @@ efs\\{}\\x.py
 
 
 @pytest.mark.parametrize("word", ["zorvax", "Qwombat-9", "fnord_lab", "marlowe.k", "plimsoll"])
-def test_no_folder_host_or_user_comes_out_in_any_spelling(word: str) -> None:
+def test_folder_host_and_user_are_removed_in_any_spelling(word: str) -> None:
     """Paths and addresses keep only what is known: a file's name, a library's place."""
     texts = [form.format(word, word) for form in (*FRAMES, *PLACES_OF_PEOPLE)]
     texts += [f"x {form.format(word, word)} y" for form in PLACES_OF_PEOPLE]

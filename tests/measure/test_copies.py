@@ -133,7 +133,7 @@ def test_columns_match_the_schema_without_copies():
 # -- real traces -------------------------------------------------------------------------------
 
 
-def test_the_a100_job_hides_two_thirds_of_its_pinned_uploads(shared_trace):
+def test_a100_job_hides_two_thirds_of_pinned_uploads(shared_trace):
     a = Analysis(read_trace(shared_trace("a100_train_6steps")))
     up = a.copies.filter(copy="HtoD")
     assert up.height == 150

@@ -645,7 +645,7 @@ def test_fused_experts_count_routed_tokens_only(op: str) -> None:
     assert count_bytes(op, experts(100, 2)) == 2 * 2 * 100 * 64 + weights + 200 * 4 + 200 * 4
 
 
-def test_a_brute_force_walk_over_tokens_counts_the_same_products() -> None:
+def test_expert_products_equal_a_walk_over_tokens() -> None:
     for tokens, top, gate in ((1, 1, 1), (7, 2, 2), (40, 3, 2)):
         work = 0
         for _token in range(tokens):

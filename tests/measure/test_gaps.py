@@ -196,7 +196,7 @@ def test_allocating_inside_an_operator(call):
     assert host_name(a, "allocation") == call
 
 
-def test_other_cuda_calls_belong_to_the_operator_around_them():
+def test_other_cuda_calls_belong_to_their_operator():
     s = Scene()
     with s.b.op("aten::empty", host_us=10):
         s.b.call("cudaFuncSetAttribute", 289.5)
@@ -365,7 +365,7 @@ def test_gap_is_blamed_on_the_working_thread():
     assert by_thread["dur"].to_list() == [197_500, 2_000]
 
 
-def test_waiting_in_backward_follows_the_thread_that_runs_it():
+def test_wait_for_backward_follows_the_backward_thread():
     s = Scene()
     wait = "<built-in method run_backward of torch._C._EngineBase object at 0x7f>"
     with s.b.python("train.py(9): main"), s.b.python(wait):

@@ -96,7 +96,7 @@ def test_wait_for_the_backward_thread_has_its_own_class():
         "<built-in method item of Tensor object at 0x7f>",
     ],
 )
-def test_a_built_in_that_waits_for_the_device_is_not_python_work(frame: str):
+def test_builtin_waiting_for_the_device_is_no_python_time(frame: str):
     b = TraceBuilder()
     with b.step(), b.python("train.py(1): step"):
         b.launch("gemm", 50)
@@ -264,7 +264,7 @@ def test_python_time_goes_to_the_users_innermost_function():
     assert spots.schema == pl.Schema(HOT_SCHEMA)
 
 
-def test_only_python_time_in_which_the_device_waits_is_critical():
+def test_python_time_is_critical_only_while_the_device_is_idle():
     b = TraceBuilder(launch_us=5, latency_us=3)
     with b.step(), b.python("train.py(1): main"):  # 0
         b.launch("gemm", 100)  # called at 0.5, runs 8.5 .. 108.5
@@ -336,7 +336,7 @@ def test_call_is_found_by_time_share_of_its_line():
     assert line(0.33, [stack._replace(samples=2) for stack in stacks]) is None  # six samples
 
 
-def test_a_line_is_named_by_the_function_that_calls_an_operator():
+def test_line_is_named_by_the_calling_function():
     names = {"aten::_unique2": "unique", "_unique_impl": "unique", "aten::nonzero": "nonzero"}
     assert {name: normalize_operator_name(name) for name in names} == names
     checks = ("torchmetrics/functional/stat.py(5): _check", "torch/functional.py(9): _unique_impl")

@@ -188,7 +188,7 @@ def test_times_alone_are_no_counters_but_counters_join_them() -> None:
     assert "1,171 GB/s" in str(both) and "2.64 ms" in str(both)
 
 
-def test_a_small_fix_does_not_lead_beside_a_kernel_at_its_limit() -> None:
+def test_small_fix_does_not_lead_with_a_kernel_at_its_limit() -> None:
     """Eleven products of one size: the naive one takes most time, with L1 at its limit."""
     verdict = analyze(str(path_of("ncu/sparse_matmul_a10g.ncu-rep.gz"))).verdict
     assert "First" not in verdict

@@ -430,7 +430,7 @@ def test_nearest_ancestor_equals_a_walk_upwards(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("shape", "varies"), [(64, True), (None, False)])
-def test_kernels_vary_that_take_longer_on_the_same_inputs(shape: int | None, varies: bool) -> None:
+def test_kernels_of_varying_time_on_equal_inputs_are_found(shape: int | None, varies: bool) -> None:
     """A product of one kernel takes 100 or 900 us: on one shape, or on a larger one each time."""
     b = TraceBuilder()
     for number, _ in enumerate(b.steps(8)):

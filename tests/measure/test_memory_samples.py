@@ -411,7 +411,7 @@ def test_inputs_of_one_size_do_not_grow() -> None:
     assert measured("h100_training").larger_inputs is None
 
 
-def test_a_table_has_no_rows_without_a_line_alone() -> None:
+def test_table_omits_rows_without_a_line() -> None:
     """A timeline has categories and no lines: the line above the table has the same figures."""
     path = FOLDER.parent / "memory_timeline.raw.gz"
     page = REPORTS.render("terminal", advisor.analyze(str(path)), details=True)

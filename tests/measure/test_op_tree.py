@@ -65,7 +65,7 @@ def test_the_tree_merges_steps_and_adds_up() -> None:
     assert tree.filter(pl.col("parent").is_null()).height == 1
 
 
-def test_operators_have_host_time_where_the_host_runs_ahead(
+def test_operators_have_host_time_if_the_host_runs_ahead(
     shared_trace: Callable[[str], str],
 ) -> None:
     """The device works on this step after the host has launched all of it, within 0.15 ms."""
@@ -95,7 +95,7 @@ def test_operator_lists_its_own_kernels_by_name() -> None:
     assert not {"kernel: tiny_kernel", "kernel: other_gemm"} & by_name.keys()
 
 
-def test_modules_of_one_class_at_one_place_are_one() -> None:
+def test_modules_of_one_class_and_location_are_merged() -> None:
     b = TraceBuilder()
     with b.step():
         for number in range(24):
@@ -108,7 +108,7 @@ def test_modules_of_one_class_at_one_place_are_one() -> None:
     assert linear["parent"] == block["node"] and mm["parent"] == linear["node"]
 
 
-def test_children_that_do_not_fit_are_the_rest_of_their_parent() -> None:
+def test_omitted_children_are_the_rest_of_their_parent() -> None:
     b = TraceBuilder()
     with b.step():
         for i in range(40):

@@ -45,7 +45,7 @@ def allocating_trace() -> TraceBuilder:
     return b
 
 
-def test_the_peak_is_tied_to_the_operators_that_allocated() -> None:
+def test_peak_lists_its_allocating_operators() -> None:
     a = allocating_trace().analysis()
     assert memory_devices(a) == [0]
     (peak,) = a.gpu_and_host_peaks

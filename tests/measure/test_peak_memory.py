@@ -125,7 +125,7 @@ def test_stack_gives_the_category_of_an_allocation(name: str) -> None:
     assert find_origin(tuple(SnapshotFrame(*frame) for frame in frames)).role == role
 
 
-def test_the_line_is_the_users_innermost_one() -> None:
+def test_allocation_line_is_the_innermost_user_line() -> None:
     _, frames = FRAMES["a trainer's batch"]
     origin = find_origin(tuple(SnapshotFrame(*frame) for frame in frames))
     assert (origin.file, origin.line, origin.function) == (TRAIN, 3, "main")
@@ -431,7 +431,7 @@ def test_memory_by_module_is_a_tree_of_the_calls_of_forward() -> None:
     ]
 
 
-def test_without_stacks_nothing_is_a_module_s() -> None:
+def test_no_memory_belongs_to_modules_without_stacks() -> None:
     m = FakeAllocator()
     m.alloc(7 * MIB)
     assert held_by_module(measured(m)) == []

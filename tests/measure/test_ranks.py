@@ -199,7 +199,7 @@ def test_a_rank_that_shares_too_few_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "send", "recv"])
-def test_collectives_that_a_rank_may_leave_early_are_not_used(kind: str) -> None:
+def test_collectives_without_a_common_end_are_not_used(kind: str) -> None:
     ranks = simple([0.0, 0.0], [[100, 200]] * 3, kind=kind)
     assert ranks[0].collectives.height == 3
     assert align_ranks(ranks).error_ns is None
@@ -239,7 +239,7 @@ def test_pairs_without_common_collectives_leave_one_pair_aligned() -> None:
 # -- which collective is which -----------------------------------------------------------------
 
 
-def test_a_trace_that_begins_earlier_does_not_shift_the_matching() -> None:
+def test_earlier_start_of_a_trace_does_not_shift_matching() -> None:
     job = Job([0.0, 800.0])
     b = job.builders[1]
     b.collective("allreduce", 1 << 20, 100, group_size=2)  # before the first step, on rank 1 only

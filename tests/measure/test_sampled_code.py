@@ -38,7 +38,7 @@ def test_lines_calling_the_model_or_inside_it_are_not_named() -> None:
     assert code_outside([SampledStack(90, inside), SampledStack(5, NET)], COMPUTING) is None
 
 
-def test_the_function_is_named_where_its_lines_share_the_time() -> None:
+def test_function_is_named_if_its_lines_share_the_time() -> None:
     around = (MAIN, "serve.py(50): step")
     lines = [(*around, f"serve.py({line}): count") for line in (11, 12, 13)]
     code = find_code_outside((30, lines[0]), (40, lines[1]), (30, lines[2]), (50, NET))

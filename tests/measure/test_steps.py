@@ -63,7 +63,7 @@ def test_work_launched_after_the_last_step_does_not_lengthen_it():
     assert find_steps(b.trace()).table["end"][-1] == 200_000
 
 
-def test_a_last_step_that_the_recording_cut_off_is_not_used():
+def test_truncated_last_step_is_not_used():
     steps = find_steps(loop([100, 110, 90, 10]).trace())
     assert steps.table["used"].to_list() == [True, True, True, False]
 
@@ -151,7 +151,7 @@ def test_without_steps_the_devices_own_span_counts():
     assert find_steps(trace).spans.total == 50_000
 
 
-def test_queued_work_behind_a_hole_is_where_the_recording_begins():
+def test_recording_starts_at_queued_work_after_a_hole():
     b = TraceBuilder()
     with b.op("aten::copy_", host_us=10):
         b.launch("prologue", 2)

@@ -308,7 +308,7 @@ def test_a_collective_during_recomputation_is_not_compute() -> None:
     assert table["dur"].to_list() == [100_000]
 
 
-def test_a_users_function_of_that_name_is_not_recomputation() -> None:
+def test_user_function_named_recompute_fn_is_not_counted() -> None:
     b = TraceBuilder()
     with b.step():
         with b.python("my/checkpoint.py(3): recompute_fn"):

@@ -130,7 +130,7 @@ def loop_trace(host: float, device: float, steps: int = 5) -> TraceBuilder:
     return b
 
 
-def test_a_step_of_a_host_that_runs_ahead_is_the_devices_period():
+def test_step_is_the_device_period_if_the_host_runs_ahead():
     steps = Analysis(loop_trace(host=400, device=1000).trace()).steps
     assert steps.used["dur"].to_numpy() == pytest.approx(1e6, rel=0.01)
     assert steps.host_ns is not None and steps.host_ns < 0.5e6
@@ -300,7 +300,7 @@ def test_files_of_different_runs_are_refused_and_listed(
         assert name.rpartition("/")[2] in str(caught.value)
 
 
-def test_a_report_names_the_snapshot_that_lay_beside_its_trace(
+def test_report_names_the_snapshot_beside_its_trace(
     shared_file: Callable[[str], str], tmp_path: Path
 ):
     for name in ("alexnet.json.gz", "memory/opt13b_weights.pickle.gz"):
@@ -417,7 +417,7 @@ def test_ranges_running_compiled_code_are_no_compilation(name: str):
 
 
 @pytest.mark.parametrize(("queued_us", "is_start_up"), [(60_000, False), (10, True)])
-def test_a_launch_that_waits_for_a_full_queue_is_not_start_up(queued_us: float, is_start_up: bool):
+def test_launch_waiting_for_a_full_queue_is_not_start_up(queued_us: float, is_start_up: bool):
     b = TraceBuilder()
     b.run("aten::mm", "gemm", queued_us)
     b.call("cudaLaunchKernel", 50_000)

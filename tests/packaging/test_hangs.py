@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 
-def test_a_test_that_hangs_is_ended_if_need_be_with_its_process(
+def test_hanging_test_is_ended_with_its_process_if_needed(
     pytestconfig: pytest.Config,
 ) -> None:
     assert pytestconfig.pluginmanager.has_plugin("timeout")

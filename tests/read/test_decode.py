@@ -404,7 +404,7 @@ def test_unix_microseconds_with_decimals_keep_their_nanoseconds() -> None:
     assert abs(ns[3] - 200_000_000_000_377) < 500  # crossed the cut: as exact as a float is
 
 
-def test_other_times_are_left_alone() -> None:
+def test_times_in_microseconds_are_unchanged() -> None:
     for ts in (1713800000000000, 12.5, 1365627949868.561, "17", 0):
         piece = decode(op(ts=ts))
         assert piece.epoch == 0

@@ -53,7 +53,7 @@ def test_the_public_name_opens_the_same_run(tmp_path: Path) -> None:
     assert advisor.open(path).ranks == open_run(path).ranks == [3]
 
 
-def test_a_directory_is_grouped_by_the_rank_that_the_files_tell(tmp_path: Path) -> None:
+def test_directory_is_grouped_by_recorded_rank(tmp_path: Path) -> None:
     for rank in (2, 0, 11):
         trace(tmp_path / f"host_{rank}.1700000000.pt.trace.json", rank=rank)
     run = open_run(tmp_path)

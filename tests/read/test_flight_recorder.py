@@ -146,7 +146,7 @@ def write_dumps(folder: Path, *ranks: list[dict[str, Any]] | None, groups: Any =
     return folder
 
 
-def test_a_rank_that_died_is_known_from_the_members_of_its_group(tmp_path: Path) -> None:
+def test_dead_rank_is_known_from_its_group_members(tmp_path: Path) -> None:
     entries = [make_entry("all_reduce", 1), make_entry("all_reduce", 2, state="started")]
     _, flight = analyze_dumps(write_dumps(tmp_path / "d", entries, entries, None))
     assert flight.absent == [2]
@@ -206,7 +206,7 @@ def test_uneven_all_to_all_and_reshaped_tensors_match(tmp_path: Path) -> None:
     assert report.status == "healthy" and not flight.problems
 
 
-def test_only_numbers_that_all_buffers_still_hold_are_compared(tmp_path: Path) -> None:
+def test_only_sequence_numbers_of_all_buffers_are_compared(tmp_path: Path) -> None:
     long, short = [make_entry("all_reduce", n) for n in range(1, 6)], [make_entry("all_reduce", 5)]
     assert analyze_dumps(write_dumps(tmp_path / "d", long, short))[0].status == "healthy"
 

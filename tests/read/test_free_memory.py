@@ -20,7 +20,7 @@ def set_free_memory(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(reader, "available_memory", lambda: count)
 
 
-def test_tiny_events_that_would_fill_the_memory_are_read_in_part(
+def test_memory_filling_tiny_events_are_read_in_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tiny.json.gz"

@@ -247,7 +247,7 @@ def test_a_folder_of_tables_alone_is_read(packed: bool, tmp_path: Path) -> None:
     assert file.removesuffix(".gz").endswith(name)
 
 
-def test_a_folder_is_read_by_content_where_no_name_is_known(tmp_path: Path) -> None:
+def test_folder_without_known_names_is_read_by_content(tmp_path: Path) -> None:
     packed = path_of("memory_timeline.raw.gz")
     (tmp_path / packed.name).write_bytes(packed.read_bytes())
     (tmp_path / "notes.txt").write_text("ran on Tuesday\n")
@@ -325,7 +325,7 @@ def test_samples_of_warps_are_at_lines_of_the_source() -> None:
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="binutils are not installed")
 @pytest.mark.parametrize("name", ["cutlass_a100_s8", "cutlass_a100_s4"])
-def test_tables_of_lines_are_those_of_readelf(name: str, tmp_path: Path) -> None:
+def test_line_tables_match_readelf(name: str, tmp_path: Path) -> None:
     data = gzip.decompress(path_of(f"ncu/{name}.ncu-rep.gz").read_bytes())
     module = data[data.index(b"\x7fELF") :]
     (tmp_path / "module").write_bytes(module)

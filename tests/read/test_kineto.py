@@ -266,7 +266,7 @@ def test_a_worker_that_dies_costs_only_its_help(
     assert len(killed) == 2
 
 
-def test_a_worker_that_answers_nonsense_costs_only_its_help(
+def test_worker_with_invalid_answers_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     b = loop(steps=20)
@@ -470,7 +470,7 @@ def test_a_trace_of_metadata_only_is_reported() -> None:
     )
 
 
-def test_the_limit_message_names_the_option_that_raises_it() -> None:
+def test_limit_message_names_its_option() -> None:
     text = loop(steps=5).json()
     assert "raise the limit with --max-size" in error_message(gzip.compress(text), max_bytes=1000)
     assert read_bytes(text, options=ReadOptions(max_bytes=len(text))).cpu.height > 0

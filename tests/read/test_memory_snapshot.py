@@ -339,7 +339,7 @@ def test_two_snapshots_for_one_rank_are_one_line_error(
     assert "two memory snapshots for one rank" in capsys.readouterr().err
 
 
-def test_a_run_that_ended_out_of_memory_shows_its_snapshot(tmp_path: Path) -> None:
+def test_out_of_memory_run_shows_its_snapshot(tmp_path: Path) -> None:
     from advisor.testing.record import RecordBuilder
     from tests.run_directories import write_run
 

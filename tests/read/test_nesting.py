@@ -217,7 +217,7 @@ def test_stretches_nest_as_the_whole_does(part: int, rows: list[Row]) -> None:
     assert (parents, depths, ends, cut) == nesting_by_hand(rows)
 
 
-def test_a_stretch_ends_where_nothing_is_open() -> None:
+def test_nesting_stretch_ends_without_open_events() -> None:
     """Calls of two rows on two threads: 0 and 5 ns long, every 10 ns."""
     one = [(10 * (n // 2) + n % 2, 5 - 4 * (n % 2)) for n in range(60)]
     thread, start, dur = arrays([(t, at, length) for t in (0, 1) for at, length in one])

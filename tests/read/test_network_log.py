@@ -191,7 +191,7 @@ def test_locked_memory_and_multicast_are_reported(tmp_path: Path) -> None:
     assert "NV18" in only_finding_text(read(folder, logs.job(gpus=8, more=(line,)))[0], "nccl-nvls")
 
 
-def test_a_trace_with_the_log_beside_it_gets_a_replayed_gain(tmp_path: Path) -> None:
+def test_trace_beside_a_log_gets_a_replayed_gain(tmp_path: Path) -> None:
     size, rate = 256 << 20, 25.0
     us = size * 2 * 7 / 8 / rate / 1e3
     b = TraceBuilder()

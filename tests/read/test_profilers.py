@@ -78,7 +78,7 @@ def test_every_profiler_tells_the_same_program(profile: tuple[str, Path]) -> Non
     assert copies["src"].drop_nulls().cast(pl.String).unique().to_list() == memories
 
 
-def test_steps_are_the_range_that_repeats_and_figures_follow(profile: tuple[str, Path]) -> None:
+def test_repeated_range_gives_steps_and_figures(profile: tuple[str, Path]) -> None:
     _, path = profile
     report = advisor.analyze(path)
     assert (report.scope.step_source, report.scope.steps_found) == (
@@ -142,7 +142,7 @@ def test_packed_and_piped_files_are_read_as_well(profile: tuple[str, Path], tmp_
 # -- what only Nsight Systems has ---------------------------------------------------------------
 
 
-def test_processes_with_the_same_counts_are_ranks_of_their_own(tmp_path: Path) -> None:
+def test_processes_with_equal_counts_are_ranks(tmp_path: Path) -> None:
     """Correlation numbers begin anew in each process: joined by them alone, work would be tied to
     the other's calls."""
     run = open_run(profiler_files.nsys(tmp_path / "a.sqlite", processes=2))

@@ -44,7 +44,7 @@ def line(number: int, percent: float, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_the_line_that_computes_in_the_dataset_comes_first() -> None:
+def test_computing_dataset_line_comes_first() -> None:
     profile = read_scalene(REAL)
     first = profile[0]
     assert (first.line, first.function) == (11, "Slow.__getitem__")

@@ -17,7 +17,7 @@ EXTREMES = [-(2**63), 2**63 - 1]
 
 
 @pytest.mark.parametrize("gaps", [False, True])
-def test_rows_are_found_by_number_as_a_dictionary_finds_them(gaps: bool) -> None:
+def test_row_lookup_by_number_equals_a_dictionary(gaps: bool) -> None:
     chance = random.Random(1)
     numbers = list(range(5, 400, 3 if gaps else 1))
     chance.shuffle(numbers)

@@ -114,7 +114,7 @@ def test_a_train_step_that_raises_may_be_called_again(
     assert record.events_of("end")[-1]["reason"] == "finished"
 
 
-def test_generators_are_recorded_while_they_run(
+def test_decorated_generators_are_recorded_while_running(
     recorder: Recorder, training: Any, tmp_path: Path
 ) -> None:
     @recorder
@@ -251,7 +251,7 @@ def test_another_thread_can_train(tmp_path: Path, training: Any) -> None:
     assert len(only_rank(tmp_path / "run").steps) == 4
 
 
-def test_a_wrong_option_is_reported_at_the_line_that_gives_it() -> None:
+def test_wrong_option_is_reported_at_the_callers_line() -> None:
     with pytest.raises(TypeError, match="no such option: activ"):
         advisor.record(activ=3)
 
@@ -282,7 +282,7 @@ def test_every_option_is_documented() -> None:
         assert after.startswith('    """'), name
 
 
-def test_training_imports_neither_polars_nor_dash_by_us(tmp_path: Path) -> None:
+def test_recorder_imports_neither_polars_nor_dash(tmp_path: Path) -> None:
     code = (
         "import sys, torch; before = set(sys.modules); import advisor\n"
         "with advisor.record('run', report=False): pass\n"

@@ -89,7 +89,7 @@ def test_any_command_line_is_cleaned_without_an_error(command: list[str]) -> Non
 
 
 @given(st.text(max_size=400))
-def test_cleaning_twice_changes_nothing_more(value: str) -> None:
+def test_cleaning_twice_equals_cleaning_once(value: str) -> None:
     assert clean_value(clean_value(value)) == clean_value(value)
 
 
@@ -98,7 +98,7 @@ def test_names_are_judged_by_their_last_words() -> None:
     assert not any(map(is_secret_name, ["tokens", "key", "monkey", "token-dim", "", "---"]))
 
 
-def test_the_two_anchors_are_one_instant() -> None:
+def test_both_clock_anchors_are_the_same_instant() -> None:
     unix, perf = environment.clock_anchors()
     offset = time.time_ns() - time.perf_counter_ns()
     assert abs((unix - perf) - offset) < 50_000_000
@@ -254,7 +254,7 @@ def test_a_quota_of_the_container_limits_the_cpus(tmp_path: Path) -> None:
     assert environment.usable_cpus(group) == min(2, cpus or 1)
 
 
-def test_version_one_of_cgroups_is_read_too(tmp_path: Path) -> None:
+def test_cgroups_v1_is_read(tmp_path: Path) -> None:
     cgroup_file = tmp_path / "self"
     cgroup_file.write_text("4:memory:/m\n2:cpu,cpuacct:/c\n")
     files(
@@ -277,7 +277,7 @@ def test_no_cgroups_is_not_a_limit(tmp_path: Path) -> None:
     assert group.memory_limit() is None and group.memory_used() is None
 
 
-def test_lists_of_cpus_are_read_as_the_kernel_writes_them() -> None:
+def test_cpu_lists_are_parsed_in_kernel_format() -> None:
     assert environment.cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert environment.cpu_list("") == set()
 

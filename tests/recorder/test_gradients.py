@@ -166,7 +166,7 @@ def test_optimizers_that_share_a_backward_drop_nothing() -> None:
     assert reports == []
 
 
-def test_gradients_that_add_up_over_several_losses_are_used() -> None:
+def test_gradients_summed_over_several_losses_are_used() -> None:
     """The second loss adds to gradients that its own optimizer has not used yet."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     _, reports = watch_modules(first, second)

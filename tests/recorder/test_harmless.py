@@ -321,7 +321,7 @@ def test_a_child_forked_in_a_window_is_not_recorded(training: Any, tmp_path: Pat
     assert record.events_of("window")[-1]["state"] == "done"
 
 
-def test_workers_of_a_loader_are_left_alone(training: Any, record_run: Any) -> None:
+def test_loader_worker_processes_are_not_recorded(training: Any, record_run: Any) -> None:
     record = record_run(
         lambda: [training.learn(batch) for batch in training.loader(6, num_workers=2)]
     )

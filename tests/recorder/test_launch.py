@@ -440,7 +440,7 @@ def test_a_program_that_fails_at_once_leaves_no_folder(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "train.py"]
 
 
-def test_a_program_that_cannot_be_started_leaves_no_folder(tmp_path: Path) -> None:
+def test_unstartable_program_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "broken").write_bytes(b"\0not a program")
     (tmp_path / "broken").chmod(0o755)
     words = [sys.executable, "-m", "advisor", "record", "./broken"]

@@ -47,7 +47,7 @@ def make_hook(history: int) -> tuple[OutOfMemoryHook, list[dict[str, Any]]]:
     return OutOfMemoryHook(reports.append, history), reports
 
 
-def test_history_stays_off_unless_it_is_asked_for(cuda: Calls) -> None:
+def test_memory_history_is_off_by_default(cuda: Calls) -> None:
     oom, _ = make_hook(0)
     oom.install()
     oom.close()

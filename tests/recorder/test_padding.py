@@ -225,7 +225,7 @@ def test_unpadded_values_have_no_padding(values: torch.Tensor) -> None:
     assert measure_signal(values.numpy()) is None
 
 
-def test_padding_of_spectrograms_that_a_model_gets_is_recorded() -> None:
+def test_padding_of_spectrogram_inputs_is_recorded() -> None:
     from advisor.recorder.padding import TokenPadding
 
     written: list[Any] = []

@@ -102,7 +102,7 @@ def total_samples(records: list[dict[str, Any]]) -> int:
     return sum(count for data in records for count, _ in data["stacks"])
 
 
-def test_pure_python_that_never_gives_up_the_interpreter_is_seen() -> None:
+def test_pure_python_holding_the_gil_is_sampled() -> None:
     records = sample_stacks(lambda: keep_busy(1.0))
     stacks = read_stacks(record_of(*records))
     assert total_samples(records) >= 10

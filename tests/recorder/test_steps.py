@@ -330,7 +330,7 @@ def test_an_optimizer_with_a_closure(record_run: Recorded, training: Any) -> Non
     assert all(step.phases["forward"] > 0 for step in record.steps)
 
 
-def test_an_optimizer_that_raises_does_not_upset_the_rest(
+def test_raising_optimizer_does_not_disturb_other_steps(
     record_run: Recorded, training: Any
 ) -> None:
     real = training.optimizer
@@ -580,7 +580,7 @@ def test_an_optimizer_that_ends_steps_is_replaced(record_run: Any) -> None:
     assert 20 + 40 - 24 <= len(record_run(run).steps) <= 61
 
 
-def test_an_optimizer_that_steps_once_an_epoch_ends_no_step(record_run: Any) -> None:
+def test_optimizer_stepping_once_an_epoch_ends_no_step(record_run: Any) -> None:
     gan = _Gan()
 
     def run() -> None:

@@ -80,7 +80,7 @@ for _ in range(60):
     assert report.scope.step_source != "whole trace"
 
 
-def test_a_main_thread_that_waits_is_not_called_back_late() -> None:
+def test_waiting_main_thread_is_called_back_in_time() -> None:
     calls: list[Any] = []
 
     class Session:

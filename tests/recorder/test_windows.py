@@ -240,9 +240,7 @@ def test_an_exported_model_in_a_loop_has_a_window(tmp_path: Path, training: Any)
     assert [event["state"] for event in record.events_of("window")] == ["open", "done"]
 
 
-def test_a_loop_shorter_than_the_schedule_gets_an_earlier_window(
-    tmp_path: Path, training: Any
-) -> None:
+def test_short_loop_gets_an_earlier_window(tmp_path: Path, training: Any) -> None:
     with Recorder(str(tmp_path / "run"), telemetry=0.0, **CALM):
         for batch in training.loader(12):
             training.learn(batch)

@@ -100,6 +100,6 @@ def test_ids_are_numbered_from_the_second_of_a_rule_on() -> None:
         ("mi300_torch_compile.json.gz", "next: measure the slow kernels: rocprof-compute profile"),
     ],
 )
-def test_an_agent_hears_of_the_action_that_a_terminal_shows(name: str, says: str) -> None:
+def test_agent_and_terminal_show_the_same_action(name: str, says: str) -> None:
     text = REPORTS.render("agent", analyze(str(path_of(name))))
     assert says in text and "do not invent a fix" not in text

@@ -223,7 +223,7 @@ def test_markup_in_a_name_is_shown_not_obeyed(report: Make) -> None:
     assert name in ANSI.sub("", text)
 
 
-def test_color_is_off_unless_asked_for(report: Make) -> None:
+def test_color_is_off_by_default(report: Make) -> None:
     assert "\x1b" not in REPORTS.render("terminal", report(3))
     assert "\x1b" in REPORTS.render("terminal", report(3), colour=True)
 
@@ -326,7 +326,7 @@ def test_wide_code_moves_left_before_it_is_folded(
     assert "y" * 90 in "".join(re.findall(r"│ +(y+)$", text, re.MULTILINE))
 
 
-def test_code_is_folded_between_words_and_its_comment_goes_above(
+def test_code_folds_between_words_with_its_comment_above(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     code = (
@@ -456,7 +456,7 @@ def test_known_cost_is_shown_with_unknown_or_minimum_gain(
         assert "    fix " in rendered
 
 
-def test_a_symptom_stands_under_its_cause_and_is_not_numbered(
+def test_symptom_is_unnumbered_below_its_cause(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     cause = finding(1, alternatives="fuse")
@@ -520,7 +520,7 @@ def test_a_trace_without_steps_is_called_a_recording(report: Make) -> None:
     assert "up to 40 ms of the recording (20–40 ms), 10%" in text
 
 
-def test_ranks_stand_side_by_side_and_a_missing_value_is_a_dash(
+def test_rank_columns_show_a_dash_for_missing_values(
     report: Make, ranks: Callable[..., Ranks]
 ) -> None:
     text = section(REPORTS.render("terminal", report(1, ranks=ranks(2))), "Ranks")

@@ -105,7 +105,7 @@ def test_no_work_hides_behind_idle_time_without_host_events() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_without_a_replay_no_more_overlaps_than_runs_beside_it(rank: int) -> None:
+def test_overlap_without_replay_is_bounded_by_parallel_work(rank: int) -> None:
     """The middle is what other work can hide, the upper end what is exposed."""
     a = Analysis(open_run(str(CORPUS / f"two_ranks_rank{rank}.json.gz")).window(rank))
     saved = BoundEstimator(a).gain_range([parse_edit("overlap comm")])

@@ -65,7 +65,7 @@ def test_on_busy_cores_loading_that_waits_needs_none() -> None:
     assert low <= 0.02 * result.a.step_ns  # if it computes something that is not recorded
 
 
-def test_a_step_that_computes_on_all_cores_gives_workers_nothing() -> None:
+def test_workers_gain_nothing_if_the_step_uses_all_cores() -> None:
     """1.4 cores busy over 10 ms are 14 ms of CPU time, by hand. 6 of them load, so that the
     other 4 ms keep 2 cores busy. Loading goes on to take 6 ms of the step, and 1.5 ms for a
     batch to be handed over; optimistically both cores share the 6 ms: 4 + 3 + 0.2 ms are left."""

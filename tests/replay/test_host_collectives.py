@@ -57,7 +57,7 @@ def test_earlier_communication_gains_half_and_at_least_zero() -> None:
     assert low == 0
 
 
-def test_the_number_of_selected_collectives_is_that_of_the_steps() -> None:
+def test_selected_collectives_are_counted_in_steps() -> None:
     replay = training()
     assert replay.count_selected(parse_edit("remove comm bytes:4")) == 12
     assert replay.count_selected(parse_edit("remove comm")) == 18

@@ -67,7 +67,7 @@ def test_both_halves_add_up_and_no_more_than_all_is_saved() -> None:
     assert 0 <= replayer.gain([parse_edit("remove layer:Block")]) <= step
 
 
-def test_the_word_on_accuracy_goes_with_lighter_models_only() -> None:
+def test_accuracy_warning_is_for_lighter_models_only() -> None:
     a = blocks(kernel_us=100, host_us=5)
     run = Run(traces={(0, 0): a.trace})
     assert "accura" in what_if(run, ["scale layer:Block 0.5"]).notes[0]

@@ -77,7 +77,7 @@ def test_lines_of_earlier_versions_are_read() -> None:
     assert (row.program, row.knob, row.ratio) == ("gc", "w=2", 0.5)
 
 
-def test_a_gain_that_never_came_counts_as_little_not_as_nothing() -> None:
+def test_missing_gain_counts_as_small_not_as_zero() -> None:
     assert make_prediction(-0.2).ratio == predictions.MIN_RATIO
 
 

@@ -246,7 +246,7 @@ def test_ranks_that_share_no_collective_are_replayed_alone(tmp_path: Path) -> No
         what_if(run, ["remove_skew comm rank:0"])
 
 
-def test_an_edit_that_makes_kernels_longer_makes_the_job_slower(tmp_path: Path) -> None:
+def test_edit_lengthening_kernels_slows_the_job(tmp_path: Path) -> None:
     programs = [loop(BASE), loop(replace(BASE, device=2500))]
     fix = scale_kernels("gemm", 1.5)
     case = Case(programs, [fix.change(each) for each in programs], QUIET, tmp_path)

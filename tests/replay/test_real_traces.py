@@ -76,7 +76,7 @@ def test_other_real_traces_are_replayed_within_5_percent(shared_trace: Find, nam
         ("event_sync_multi_stream", 0.8),
     ],
 )
-def test_starts_are_explained_where_the_trace_records_the_waits(
+def test_kernel_starts_are_explained_with_recorded_waits(
     shared_trace: Find, name: str, share: float
 ) -> None:
     explained = replayed(shared_trace(name)).quality.explained

@@ -62,7 +62,7 @@ def write_rule(folder: Path, **parts: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_that_a_users_rule_yields_is_a_skipped_check(
+def test_invalid_yield_of_a_user_rule_is_a_skipped_check(
     kind: str, slow_trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rules = write_rule(tmp_path, outcome=NONSENSE[kind])

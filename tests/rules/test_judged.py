@@ -167,9 +167,7 @@ def test_collectives_are_as_exposed_as_their_intervals_are(shared_trace: Trace) 
     assert evidence_value(finding, "exposed communication") == pytest.approx(exposed, rel=0.02)
 
 
-def test_advice_for_all_to_alls_follows_what_they_send(
-    shared_trace: Trace, shared_file: Trace
-) -> None:
+def test_all_to_all_advice_depends_on_its_data(shared_trace: Trace, shared_file: Trace) -> None:
     """Embeddings by torchrec's ranges; the heads of an attention by the ranges AllToAll4D."""
     (tables,) = findings_of(analysis(shared_trace("a100_train_6steps")), "exposed-communication")
     (both,) = findings_of(analysis(shared_trace("two_ranks_rank0")), "exposed-communication")
@@ -319,7 +317,7 @@ def test_each_block_of_the_particle_transformer_attends_by_hand(
         ("pairs/sam_3_bf16_compiled_sdpa", "flash_fwd_kernel", 512, 2, 2.370),
     ],
 )
-def test_waves_are_blocks_over_what_an_a100_holds(
+def test_waves_are_blocks_over_a100_resident_blocks(
     shared_trace: Trace, name: str, kernel: str, blocks: int, resident: int, waves: float
 ) -> None:
     a = analysis(shared_trace(name))

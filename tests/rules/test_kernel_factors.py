@@ -408,7 +408,7 @@ def test_loop_without_loader_uses_convolution_shapes() -> None:
     assert run([56, 48, 64, 40, 32]) == []
 
 
-def test_batch_norm_reads_its_channels_twice_where_it_trains() -> None:
+def test_batch_norm_in_training_reads_channels_twice() -> None:
     """64 x 256 x 56 x 56 halves, and four vectors of 256 floats: 3 passes forward (2 with given
     statistics), 5 backward."""
     large, small = [64, 256, 56, 56], [256]

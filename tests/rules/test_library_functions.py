@@ -311,7 +311,7 @@ def test_window_stacks_name_functions_without_samples() -> None:
     assert "80% of the loading is in __getitem__ (numpy/lib/_npyio_impl.py)" in finding.summary
 
 
-def test_a_call_in_each_of_many_rows_counts_with_all_its_time() -> None:
+def test_call_in_many_rows_counts_with_its_total_time() -> None:
     """Three thousand short calls, each a row of its own, beside 2 ms in one row."""
     b = TraceBuilder(gpu=None)
     with (
@@ -422,7 +422,7 @@ def test_unsampled_python_is_located_between_its_neighbours(after: int, line: in
     assert [(place.file, place.line) for place in where] == ([("mel.py", line)] if line else [])
 
 
-def test_code_that_leaves_the_gpu_idle_has_its_cure_first() -> None:
+def test_fix_of_code_idling_the_gpu_comes_first() -> None:
     example = SampledHotSpot.examples()["operators on the CPU"]
     assert isinstance(example, TraceBuilder)
     frames = ["serve.py(9): main", "serve.py(12): prepare", "copy.py(128): deepcopy"]

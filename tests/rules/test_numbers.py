@@ -109,7 +109,7 @@ def test_option_and_factor_names_have_conventional_prefixes(rule: Rule) -> None:
     assert [name for name in rule.factors() if re.match(ends, name)] == []
 
 
-def test_every_threshold_has_a_source_that_a_reader_can_open() -> None:
+def test_every_threshold_has_an_accessible_source() -> None:
     for where, source in sources():
         if source.address.startswith("https://") or source.name.startswith("arithmetic"):
             continue

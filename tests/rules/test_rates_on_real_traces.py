@@ -173,7 +173,7 @@ def test_filled_buffer_is_not_advised_if_the_copy_is_slow() -> None:
     assert "99% of pin_memory() is the copy" in pins.fix
 
 
-def test_batches_that_no_loader_makes_are_pinned_by_the_program() -> None:
+def test_batches_without_a_loader_are_pinned_by_the_program() -> None:
     copies = findings_by_rule(str(H100 / "big_uploads"))["pageable-copies"]
     assert "DataLoader" not in copies.code
     assert "uploads.synchronize()" in copies.fix and len(copies.code.splitlines()) <= 12
@@ -193,7 +193,7 @@ def test_one_pause_in_a_run_is_not_a_rate() -> None:
     assert pauses is None or pauses.informational
 
 
-def test_memory_is_not_saved_where_nine_tenths_of_it_are_free() -> None:
+def test_vocabulary_risk_is_not_reported_with_free_memory() -> None:
     result = analyze_cached(str(H100 / "checkpointed")).report
     assert "huge-vocabulary" not in {each.rule for each in result.risks}
 

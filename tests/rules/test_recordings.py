@@ -193,7 +193,7 @@ def test_gains_of_a_report_are_shares_of_one_step(name: str) -> None:
             assert impact.share == pytest.approx(impact.gain_ns / report.step_ns)
 
 
-def test_a_verdict_claims_no_saving_of_code_that_it_cannot_name() -> None:
+def test_verdict_claims_no_saving_of_unnamed_code() -> None:
     verdict = analyze(RECORDED / "leak.slow", Options(config={})).verdict
     assert "A fix saves" not in verdict and "advisor record --deep shows its lines" in verdict
     assert "out of memory in 4,030 steps" in verdict
@@ -265,7 +265,7 @@ def test_ratios_of_rows_are_numbers_and_no_percentages() -> None:
     assert evidence.unit == "" and evidence.value == pytest.approx(27.01, abs=0.01)
 
 
-def test_counts_of_longer_steps_are_written_as_times_per_step() -> None:
+def test_counts_of_longer_steps_are_given_per_step() -> None:
     """The V100's longer half runs 5 such kernels in 3 steps, the shorter half 2."""
     report = analyze(H100.parent / "v100_train_copy_heavy.json.gz", Options(config={}))
     (line,) = [each for each in report.limits if "The longer half" in each]

@@ -76,7 +76,7 @@ def test_a_pinned_buffer_is_refilled_only_after_its_last_copy() -> None:
     assert torch.equal(fields["x"], batches[-1])  # type: ignore[call-overload]
 
 
-def test_padded_widths_grow_with_the_layers_that_read_them() -> None:
+def test_padded_widths_also_change_reading_layers() -> None:
     rule, owner = RULES["misaligned-gemm"], SimpleNamespace()
     fields: dict[str, Any] = {
         "nn": torch.nn, "F": torch.nn.functional, "self": owner,

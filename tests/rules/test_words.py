@@ -119,7 +119,7 @@ def test_training_rules_do_not_run_without_training() -> None:
     assert list(map(len, result)) == [1, 0]
 
 
-def test_the_same_finding_is_worded_for_what_the_loop_does() -> None:
+def test_finding_text_fits_the_kind_of_loop() -> None:
     """A hundred kernels of 3 µs that take the host 40 µs each, with a backward and without."""
     (inference,), (training,) = _launches("aten::mul"), _launches("aten::mul", "MulBackward0")
     assert "backward" in training and "backward" not in inference
@@ -176,7 +176,7 @@ def fixes_in(texts: object) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_a_fix_begins_with_what_to_do(rule: Rule) -> None:
+def test_fix_text_starts_with_an_action(rule: Rule) -> None:
     """Short reports show its first sentence alone."""
     texts = [
         rule.fix,

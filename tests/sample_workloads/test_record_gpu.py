@@ -55,7 +55,7 @@ def make_entry(slow: dict[str, Any], cured: dict[str, Any], times: tuple[float, 
     }
 
 
-def test_a_cure_that_takes_half_of_the_step_off_is_half_measured(script: ModuleType) -> None:
+def test_cure_halving_the_step_is_measured_as_half(script: ModuleType) -> None:
     one = make_entry(advice_of(("launch-bound", 1, 0.4)), advice_of(), (10.0, 5.0))
     result = script.compared(Workload(finds=("launch-bound",)), one)
     assert result == {

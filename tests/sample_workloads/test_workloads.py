@@ -121,7 +121,7 @@ def test_workloads_of_source_and_module_are_equal(name: str) -> None:
     assert "The cure: " in declared.doc or not declared.finds
 
 
-def test_the_findings_are_those_of_rules_that_exist() -> None:
+def test_findings_belong_to_existing_rules() -> None:
     named = {rule for workload in ALL.values() for rule in (*workload.finds, *workload.also)}
     assert named - set(RULES) == set()
 

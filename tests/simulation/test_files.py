@@ -114,6 +114,6 @@ def test_clocks_of_hosts_are_apart_and_drift() -> None:
     assert not math.isclose(*stretch, rel_tol=1e-3)
 
 
-def test_long_lists_of_ranks_are_cut_as_pytorch_cuts_them() -> None:
+def test_long_rank_lists_are_cut_like_pytorch() -> None:
     assert kineto.format_ranks([0, 8]) == "[0, 8]"
     assert kineto.format_ranks(list(range(64))).endswith("27, 28, ..., 63]")

@@ -96,7 +96,7 @@ def test_late_loader_of_one_rank_delays_all_ranks() -> None:
     assert late == pytest.approx(20e6, rel=0.25)
 
 
-def test_experts_share_a_number_of_tokens_that_does_not_change() -> None:
+def test_experts_share_a_constant_number_of_tokens() -> None:
     job = of_layout("experts", "expert_imbalance")
     assert job.fault is not None
     played = simulate(job)
@@ -126,7 +126,7 @@ def test_mended_pipeline_spreads_the_excess_of_one_stage() -> None:
     assert (even - without) == pytest.approx((even - without).mean(), rel=1e-3)
 
 
-def test_a_slow_link_slows_the_groups_that_use_it_and_no_others() -> None:
+def test_slow_link_slows_only_its_groups() -> None:
     job = of_layout("hybrid", "slow_link")
     assert job.fault is not None
     host = replace(job.fault, unit="host", index=1, ranks=tuple(range(8, 16)), factor=3.0)
@@ -179,6 +179,6 @@ def test_the_measurements_name_their_sources() -> None:
         assert len(values) == len(known.quantiles) and values == sorted(values)
 
 
-def test_a_number_of_ranks_that_fills_no_hosts_is_refused() -> None:
+def test_rank_count_not_filling_hosts_is_refused() -> None:
     with pytest.raises(ValueError, match="multiple of 16"):
         draw(0, 20)

@@ -44,12 +44,12 @@ def test_ranks_that_were_not_read_need_not_be_named() -> None:
     assert judge(ranks, TRUTH).right
 
 
-def test_a_rank_whose_file_is_cut_off_may_be_named_or_not() -> None:
+def test_rank_with_truncated_file_may_be_omitted() -> None:
     for ranks in ("8-14", "8-15"):
         assert judge(report(make_outlier("input", ranks)), TRUTH, cut=(15,)).right
 
 
-def test_another_kind_first_is_wrong_and_later_is_counted_beside() -> None:
+def test_wrong_first_kind_is_wrong_despite_later_ones() -> None:
     wrong = judge(report(make_outlier("network", "8-15"), make_outlier("input", "8-15")), TRUTH)
     assert not wrong.kind and wrong.who and wrong.wrong_blames == 1
     after = judge(report(make_outlier("input", "8-15"), make_outlier("host", "3")), TRUTH)

@@ -175,7 +175,7 @@ if libc.open(os.path.abspath("native.bin").encode(), os.O_WRONLY | os.O_CREAT, 0
 @pytest.mark.skipif(
     "not __import__('advisor.tune.trial_process', fromlist=['x']).landlock_version()"
 )
-def test_the_refusal_of_a_writer_names_the_option_that_helps(run_once: Run, tmp_path: Path) -> None:
+def test_writer_refusal_names_the_option_to_allow_it(run_once: Run, tmp_path: Path) -> None:
     result = run_once(DENIED, here=tmp_path)
     error = build_trial_error(explain_refusal(result), result)
     assert "--allow-write DIR" in str(error)

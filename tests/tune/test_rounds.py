@@ -255,7 +255,7 @@ def test_blocks_are_compared_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("drift", [0.02, 0.5])
-def test_turns_hold_the_truth_on_a_machine_that_others_use(drift: float) -> None:
+def test_alternating_runs_are_accurate_on_a_shared_machine(drift: float) -> None:
     """The trial has one pair; the machine's speed changes from second to second, for both sides."""
     truth, hits, widths = 0.25, 0, []
     for seed in range(200):

@@ -256,7 +256,7 @@ def test_pipeline_gain_assumes_rebalanced_stages() -> None:
     assert "rebalanced stages" in finding.assumptions[0]
 
 
-def test_a_gain_of_ranks_that_wait_anyway_is_no_gain_of_the_job() -> None:
+def test_gain_of_waiting_ranks_is_no_gain_of_the_job() -> None:
     def slower_rank(rank: int, step: int, piece: int) -> list[Item]:
         return [Work(0.5 * MS)] if rank == 7 else []
 

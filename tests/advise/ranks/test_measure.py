@@ -74,7 +74,7 @@ def test_summary_takes_the_given_rank_number(tmp_path: Path) -> None:
         summarize_file(str(tmp_path / "none.json"))
 
 
-def test_a_summary_is_kept_small_by_leaving_out_whole_steps() -> None:
+def test_large_summary_leaves_out_whole_steps() -> None:
     rng = np.random.default_rng(0)
 
     def program(rank: int, step: int) -> list[Work | Collective]:

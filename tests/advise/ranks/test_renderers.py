@@ -241,7 +241,7 @@ def test_ranks_without_statements_are_rendered(
         assert render(form, steps(make_line)).endswith("\n")
 
 
-def test_lines_that_do_not_fit_their_classes_are_left_out(make_job: Make) -> None:
+def test_inconsistent_rank_lines_are_left_out(make_job: Make) -> None:
     ranks = make_job(4)
     data = msgspec.to_builtins(ranks)
     data["lines"][1]["time"] = [1.0]

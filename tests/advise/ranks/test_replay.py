@@ -86,7 +86,7 @@ def test_replay_without_changes_is_the_measured_step(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_gain_of_a_faster_rank_is_that_of_the_job_run_so(seed: int) -> None:
+def test_gain_of_a_faster_rank_matches_a_simulated_job(seed: int) -> None:
     ran = run(12, 4, random_job(seed, factor=2.0))
     replay = RanksReplay(
         ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)
@@ -101,7 +101,7 @@ def test_the_gain_of_a_faster_rank_is_that_of_the_job_run_so(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_gain_of_faster_links_is_that_of_the_job_run_so(seed: int) -> None:
+def test_gain_of_faster_links_matches_a_simulated_job(seed: int) -> None:
     ran = run(12, 4, random_job(seed, link=3.0))
     replay = RanksReplay(
         ran.summaries, profile_ranks(ran.summaries), match_collectives(ran.summaries)

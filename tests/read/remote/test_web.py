@@ -63,7 +63,7 @@ def test_a_response_that_comes_byte_by_byte_is_given_up(
         assert "no answer in time" in refusal(f"{web.url}/a.json", timeout=1.0)
 
 
-def test_a_stream_that_gets_further_each_time_is_given_up_too(web: Server) -> None:
+def test_repeatedly_interrupted_stream_is_given_up(web: Server) -> None:
     web.state.files["/a.json"] = b"{}" * 500_000
     web.state.ranges = False
     web.state.faults["a.json"] = Fault(further=True, heads=False)
@@ -321,7 +321,7 @@ def test_a_large_file_never_is_in_memory(web: Server, tmp_path: Path, ranges: bo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_like_a_url_is_not_fetched_where_paths_are_given(
+def test_url_like_path_is_not_fetched(
     web: Server, trace_bytes: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from advisor.dashboard.loaded_runs import DashboardSession

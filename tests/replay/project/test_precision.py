@@ -64,7 +64,7 @@ def test_weights_of_four_bits_read_a_quarter_of_the_bytes() -> None:
     assert product.quantize == (0.0, 0.0, 0.0)
 
 
-def test_training_quantises_each_tensor_as_torchao_counts_it() -> None:
+def test_quantized_tensors_match_the_torchao_count() -> None:
     """Input 6 bytes an element, gradient 6, weight 5 forward and 3 backward: two bytes to find the
     maximum, two to read and one for each layout that is written."""
     m, n, k = 16384, 8192, 8192
@@ -113,7 +113,7 @@ def test_large_layers_are_converted_and_their_memory_is_halved() -> None:
     assert result.gain_ns / 1e6 == pytest.approx(saved, rel=0.1)
 
 
-def test_small_layers_are_left_and_converting_them_would_cost() -> None:
+def test_small_layers_are_not_converted() -> None:
     result = project_precision(model("H100", 128, 512, 512, 6.0), "fp8")
     assert [layer.convert for layer in result.layers] == [False]
     assert result.step_ns == result.measured_step_ns and result.freed_bytes == 0

@@ -90,7 +90,7 @@ def test_loader_bound_step_scales_with_the_other_machine() -> None:
     )
 
 
-def test_the_gpu_that_it_was_recorded_on_is_projected_to_itself() -> None:
+def test_recorded_gpu_is_projected_to_itself() -> None:
     projector = Projector(trace(add_product, host=500)).on(find_gpu("a100 sxm4 80gb").gpu)
     assert projector.step_ns == pytest.approx(projector.measured_ns, rel=1e-6)
     assert projector.high_ns - projector.low_ns < 0.02 * projector.step_ns
@@ -218,7 +218,7 @@ def test_money_is_price_times_time() -> None:
     assert cost_of_steps(None, 18e6) is None
 
 
-def test_the_cheapest_comes_first_and_the_fastest_may_not() -> None:
+def test_cheapest_gpu_comes_before_the_fastest() -> None:
     """An H100 is 2.93 times an A100 in products, by hand; at 5 times the price it costs more."""
     prices = hourly_prices(Prices({"a100 sxm4 80gb": 1.0, "h100 sxm5": 5.0}, "USD", "here"))
     gpus = [(find_gpu(name).gpu, price) for name, price in prices.items()]

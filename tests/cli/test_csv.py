@@ -106,9 +106,7 @@ def test_invalid_folder_is_one_line_error(advisor: Cli, trace: Path) -> None:
 # -- print -------------------------------------------------------------------------------------
 
 
-def test_printed_report_equals_command_and_repr_is_one_line_error(
-    advisor: Cli, trace: Path
-) -> None:
+def test_printed_report_equals_command_and_repr_is_one_line(advisor: Cli, trace: Path) -> None:
     import advisor as library
 
     report = library.analyze(trace)

@@ -146,9 +146,7 @@ def exempt_laws(path: str) -> dict[str, str]:
     return {name: reason for name, reason in why.items() if reason}
 
 
-def test_only_laws_that_say_nothing_of_a_file_are_left_out(
-    path: str, request: pytest.FixtureRequest
-) -> None:
+def test_list_of_left_out_laws_is_current(path: str, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["path"]
     listed, now = json.loads(LEFT_OUT_FILE.read_text()), exempt_laws(path)
     if os.environ.get("ADVISOR_LAWS_LEFT_OUT") == "write":
@@ -300,9 +298,7 @@ def rewrite_and_replay(
 
 
 @law(needs_small_file)
-def test_order_in_the_file_and_names_of_streams_and_threads_change_nothing(
-    path: str, tmp_path: Path
-) -> None:
+def test_result_is_independent_of_event_order_and_names(path: str, tmp_path: Path) -> None:
     replayer = replay(path)
     other = rewrite_and_replay(
         path, lambda d: rewriting.permuted(rewriting.renumber_processes(d)), tmp_path / "trace.json"
@@ -326,7 +322,7 @@ def repeatable_edits(path: str, count: int) -> list[str]:
 
 
 @law(needs_trusted_replay, repeatable, needs_small_file)
-def test_the_same_recording_four_times_gives_the_same_shares(path: str, tmp_path: Path) -> None:
+def test_repeating_a_recording_keeps_its_shares(path: str, tmp_path: Path) -> None:
     """The step is the device's own span where no step is marked: four of them take four times as
     long, once the host's work before and after is left out. Fewer than three steps are replayed
     alone, from an idle device until all is done, and so each of the four ends with a wait for
@@ -350,9 +346,7 @@ def test_the_same_recording_four_times_gives_the_same_shares(path: str, tmp_path
 
 
 @law(needs_small_file)
-def test_all_times_halved_in_the_file_halve_the_step_and_keep_the_shares(
-    path: str, tmp_path: Path
-) -> None:
+def test_halving_all_times_halves_the_step_and_keeps_shares(path: str, tmp_path: Path) -> None:
     """Additions of the replay (a call's cost, a release) have to come from the trace. Where no
     kernel waited for the one before it, the gap between the two is not in the file: the usual
     one stays as it is."""
@@ -502,7 +496,7 @@ def max_saving_ns(replayer: WindowReplayer, edit: Edit) -> float:
 
 
 @law()
-def test_no_gain_exceeds_the_time_that_was_taken_away(path: str) -> None:
+def test_gain_is_at_most_the_removed_time(path: str) -> None:
     replayer = replay(path)
     wrong = {}
     for line in shortening_edits(path, EDITS):
@@ -516,7 +510,7 @@ def test_no_gain_exceeds_the_time_that_was_taken_away(path: str) -> None:
 
 
 @law(needs_trusted_replay)
-def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) -> None:
+def test_host_edit_leaves_at_least_the_device_time(path: str) -> None:
     """The busiest stream is what is left when the host costs nothing."""
     replayer = replay(path)
     begin, end = window(replayer)
@@ -551,7 +545,7 @@ def test_no_change_on_the_host_takes_less_time_than_the_device_works(path: str) 
 
 
 @law(needs_replayed_fixes)
-def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
+def test_fix_sequence_adds_up_to_the_gain_of_all_findings(path: str) -> None:
     result = analyze_cached(path)
     stairs = [f for f in result.report.findings if f.priority is not None and not f.other_rank]
     edits = [e for f in stairs for e in f.edits]
@@ -564,7 +558,7 @@ def test_the_staircase_adds_up_to_all_findings_together(path: str) -> None:
 
 
 @law(edits)
-def test_the_edit_typed_at_the_command_line_gives_the_number_of_the_finding(path: str) -> None:
+def test_typed_edit_gives_the_gain_of_its_finding(path: str) -> None:
     """Every finding's: else nobody can look at what its price takes for granted, or change that."""
     result = analyze_cached(path)
     wrong = {}
@@ -579,7 +573,7 @@ def test_the_edit_typed_at_the_command_line_gives_the_number_of_the_finding(path
 # -- what a report says of its gains -------------------------------------------------------------
 
 
-def test_gains_and_ranges_stay_within_what_fixes_touch_and_say_what_decides_them(
+def test_gains_and_ranges_stay_within_the_edited_time(
     path: str,
 ) -> None:
     report = analyze_cached(path).report

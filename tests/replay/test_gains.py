@@ -196,7 +196,7 @@ def test_collectives_overlapped(tmp_path: Path, shape: Shape, machine: dict[str,
 
 @examples
 @given(SHAPES.filter(lambda s: s.comm > 0), SETTINGS, st.sampled_from([0.1, 0.5, 2.0]))
-def test_gain_of_collectives_of_fewer_bytes_or_other_bandwidth(
+def test_collectives_that_move_fewer_bytes_or_have_another_bandwidth(
     tmp_path: Path, shape: Shape, machine: dict[str, Any], factor: float
 ) -> None:
     check(shape, machine, scale_kernels("nccl", factor), tmp_path)

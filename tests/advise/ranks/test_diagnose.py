@@ -134,7 +134,7 @@ def test_a_host_is_reported_as_a_host() -> None:
     )
 
 
-def test_slow_device_is_told_from_imbalance_by_kernel_times() -> None:
+def test_slow_device_differs_from_imbalance_by_kernel_times() -> None:
     def kernels(rank: int, slow: tuple[float, float]) -> dict[str, KernelSummary]:
         gemm, other = slow if rank == 7 else (1.0, 1.0)
         return {

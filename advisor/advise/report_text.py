@@ -588,7 +588,7 @@ def step_after_fixes(report: Report) -> float:
     return max(0.0, report.step_ns - saved)
 
 
-MIN_UNCERTAIN_SHARE = 0.1
+MIN_UNCERTAIN_SHARE = 0.5
 """Minimum share of gains that may be nothing at which their sum is an upper bound."""
 
 

@@ -483,10 +483,16 @@ def test_gain_of_short_waits_is_at_most_their_cost(
 def test_surprising_gain_sums_and_orders_are_explained(
     shared_file: Callable[[str], str],
 ) -> None:
-    """Alone 9.57, 5.84 and 6.2 ms, together 20.6 ms; 7.4 and 0.79 ms, together 8.4 ms."""
-    for name in ("pairs/loader_autograd_workers4.json.gz", "dlrm_8ranks/worker1.pt.trace.json.gz"):
+    """Alone 9.57, 5.84 and 6.2 ms, together 20.6 ms; 7.4 and 0.79 ms, together 8.4 ms, of which
+    the 7.4 may be nothing."""
+    for name, may_be_less in (
+        ("pairs/loader_autograd_workers4.json.gz", False),
+        ("dlrm_8ranks/worker1.pt.trace.json.gz", True),
+    ):
         report = analyze(shared_file(name))
-        assert "up to" not in report_text.describe_all_fixes(report)
+        assert report.findings[0].impact is not None
+        assert (report.findings[0].impact.low_ns == 0) == may_be_less
+        assert ("up to" in report_text.describe_all_fixes(report)) == may_be_less
         assert "gain per step, of each fix alone" in REPORTS.render("terminal", report)
     report = analyze(shared_file("h100/doc_finder"))
     assert len(finding_text.ranked_findings(report)) == 1

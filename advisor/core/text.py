@@ -37,7 +37,7 @@ CLASS_LABELS: Final = {
 CAUSE_LABELS: Final = {
     "loader": "data loader", "sync": "host in a sync", "copy": "host in a copy",
     "dispatch": "CPU operators", "python": "Python code", "communication": "host in MPI",
-    "host_code": "CPU code (sampled)", "launch": "launch latency", "compile": "first-call set-up",
+    "host_code": "CPU code (sampled)", "launch": "launch delay", "compile": "first-call set-up",
     "allocation": "allocating memory", "profiler": "the profiler", "stream": "another stream",
     "other_thread": "another thread", "end": "nothing recorded",
 }  # fmt: skip

@@ -168,7 +168,7 @@ def test_layer_profile_has_no_idle_time_steps_or_host(engines: Path) -> None:
         for words in (
             "ProfilerStep",
             "GPU busy 1",
-            "╳ launch latency",
+            "╳ launch delay",
             "waiting in a sync",
             "explains",
         ):

@@ -33,6 +33,8 @@ MIN_WAVEFORM_LENGTH = 1024
 MIN_DENSITY = 0.9
 """Minimum share of positions before the end of a sequence that differ from the padding. Sparse
 vectors have fewer."""
+MAX_SIGNAL_MISSES = 64
+"""Maximum number of inputs to examine for padding of features before any is found."""
 MAX_UPLOADS = 8
 """Maximum number of uploads examined per forward."""
 MIN_VALUES = 3
@@ -55,6 +57,7 @@ class TokenPadding:
         """Reference to the labels of the last examined loss."""
         self._has_signals = False
         """Whether padding of feature sequences was found."""
+        self._signal_misses = 0
         self._uploads: dict[tuple[int, ...], dict[str, Any]] = {}
         self._vocabularies: dict[int, int] = {}
         """Maximum number of ids that a module embeds, by the module's id, or 0 if it embeds
@@ -170,9 +173,12 @@ class TokenPadding:
             return None
         if tensor.device.type != "cpu":
             return None if uploads is None else uploads.get(tuple(tensor.shape))
-        values = _as_array(tensor.detach()) if 0 < tensor.numel() <= MAX_SIGNAL else None
+        if not 0 < tensor.numel() <= MAX_SIGNAL or self._signal_misses >= MAX_SIGNAL_MISSES:
+            return None
+        values = _as_array(tensor.detach())
         padding = None if values is None else measure_signal(values, varies=not self._has_signals)
         self._has_signals |= padding is not None
+        self._signal_misses += not self._has_signals
         return padding
 
     def _vocabulary_size(self, module: Any) -> int:
@@ -278,21 +284,26 @@ def measure_signal(values: Any, *, varies: bool = True) -> dict[str, Any] | None
     import numpy as np
 
     orders = (values, values.transpose(0, 2, 1)) if values.ndim == 3 else (values[:, :, None],)
+    best: dict[str, Any] | None = None
     for matrix in orders:
         _, length, features = matrix.shape
         if length < (MIN_SIGNAL_LENGTH if features > 1 else MIN_WAVEFORM_LENGTH):
             continue
         sampled = matrix[:, :, :: max(1, features // MAX_FEATURES)]
-        ends, counts = np.unique(sampled[:, -1, 0], return_counts=True)
-        differs = (sampled != ends[counts.argmax()]).any(axis=2)
+        differs = np.ones(sampled.shape[:2], dtype=np.bool_)
+        # rows that end in a constant; one without padding ends in another value by chance
+        is_padded = (sampled[:, -2:] == sampled[:, -1:, :1]).all(axis=(1, 2))
+        if is_padded.any():
+            ends, counts = np.unique(sampled[is_padded, -1, 0], return_counts=True)
+            differs = (sampled != ends[counts.argmax()]).any(axis=2)
         is_token = _mark_until_last_token(differs)
         lengths = is_token.sum(axis=1)
         is_dense = differs.sum() >= MIN_DENSITY * lengths.sum()
         if is_dense and (not varies or lengths.min() != lengths.max()):
             padding = measure_mask(is_token)
-            if padding is not None:
-                return {**padding, "signal": True}
-    return None
+            if padding is not None and (best is None or padding["padding"] > best["padding"]):
+                best = {**padding, "signal": True}
+    return best
 
 
 def _mark_until_last_token(tokens: Any) -> Any:

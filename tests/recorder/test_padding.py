@@ -207,6 +207,9 @@ def test_spectrogram_padding_is_a_constant_row_end(order: tuple[int, ...]) -> No
     assert result is not None
     assert result["padding"] == pytest.approx(1 - (100 + 120 + 160 + 200) / 1600)
     assert result["beyond"] == pytest.approx(0.5) and result["signal"]
+    later = measure_signal(frames.permute(order).contiguous().numpy(), varies=False)
+    full = measure_signal(torch.randn(4, 400, 80).permute(order).contiguous().numpy(), varies=False)
+    assert later == result and full is not None and full["padding"] == 0
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,19 @@ def test_padding_of_spectrogram_inputs_is_recorded() -> None:
     assert [(kind, data["columns"], data["padding"]) for kind, data in written] == [
         ("padding", 100, 0.25)
     ]
+
+
+def test_features_without_padding_are_not_examined_forever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from advisor.recorder import padding as module
+
+    measured: list[Any] = []
+    monkeypatch.setattr(module, "measure_signal", lambda values, **_: measured.append(values))
+    padding = module.TokenPadding(lambda *event: None)
+    for _ in range(2 * module.EVERY * module.MAX_SIGNAL_MISSES):
+        padding.on_forward(torch.nn.Linear(8, 8), (torch.randn(2, 100, 8),), {})
+    assert len(measured) == module.MAX_SIGNAL_MISSES
 
 
 def test_labels_of_one_call_count_once() -> None:

@@ -537,9 +537,11 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
     high_ns = impact.gain_ns if impact.high_ns is None else impact.high_ns
     low, high = min(convert(low_ns), scale * low_ns), max(convert(high_ns), scale * high_ns)
     if scale < 1 and (step.profiler_overhead is None or step.profiler_overhead >= MIN_APART_SHARE):
-        work_left = _device_work_left(a, [finding], step.ns)
-        if a.device_id is None:
-            work_left = MIN_KEPT_WORK_SHARE * scale * max(0.0, of_ns - high_ns)
+        work_left = (
+            _device_work_left(a, [finding], step.ns)
+            if a.device_id is not None
+            else MIN_KEPT_WORK_SHARE * scale * max(0.0, of_ns - high_ns)
+        )
         high = max(high, min(high_ns, step.ns - work_left))
     if scale > 1 + MIN_APART_SHARE:
         low = min(low, low_ns)

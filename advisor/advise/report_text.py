@@ -278,18 +278,19 @@ def _describe_slow_steps(report: Report) -> list[str]:
     if step is None or not step.varies or step.mean_ns <= step.ns or len(runs) != 1:
         return []
     durations = runs[0].durations_ns
-    slow = [ns for ns in durations if ns >= MIN_SLOW_STEP_RATIO * step.ns]
-    excess = sum(slow) - len(slow) * step.ns
-    if excess < MIN_SAME_CAUSE_SHARE * (sum(durations) - len(durations) * step.ns):
-        return []
-    share = t.format_share(sum(slow) / sum(durations))
-    numbers = [n for first, last in runs[0].numbers for n in range(first, last + 1)]
-    slow_numbers = [
-        str(number)
+    numbers = (n for first, last in runs[0].numbers for n in range(first, last + 1))
+    slow = [
+        (number, ns)
         for number, ns in zip(numbers, durations, strict=True)
         if ns >= MIN_SLOW_STEP_RATIO * step.ns
     ]
-    which = f" ({', '.join(slow_numbers)})" if len(slow_numbers) <= MAX_NAMED_STEPS else ""
+    slow_ns = sum(ns for _, ns in slow)
+    excess = slow_ns - len(slow) * step.ns
+    if excess < MIN_SAME_CAUSE_SHARE * (sum(durations) - len(durations) * step.ns):
+        return []
+    share = t.format_share(slow_ns / sum(durations))
+    names = ", ".join(str(number) for number, _ in slow)
+    which = f" ({names})" if len(slow) <= MAX_NAMED_STEPS else ""
     verb = "exceeds" if len(slow) == 1 else "exceed"
     return [
         f"{len(slow)} of {t.count_noun(len(durations), 'timed step')} {verb} twice the "

@@ -2,17 +2,12 @@
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, impact_without_gain
-from advisor.core.rule import Citation, Evidence, Factor, Rule, Threshold
+from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
-from advisor.rules.support.citations import (
-    CHOSEN,
-    CURED_RECORDINGS,
-    ENGINE_FLOOR,
-    SAGEMAKER_CPU,
-    SMT,
-)
+from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, SAGEMAKER_CPU
 from advisor.rules.support.common import (
+    SharedCoresRule,
     find_loader,
     impact_per_step,
     local_ranks,
@@ -57,15 +52,13 @@ class CpuQuota(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
-        samples = [(ns, host) for ns, host in recorded.hosts if host.throttled is not None]
-        if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
+        stopped = recorded.counter_increase("throttled")
+        if stopped is None:
             return
-        (start, first_sample), (end, last_sample) = samples[0], samples[-1]
-        stopped_ns = 1e3 * ((last_sample.throttled or 0) - (first_sample.throttled or 0))
-        run_ns = float(end - start)
+        stopped_ns, run_ns = 1e3 * stopped[0], float(stopped[1])
         if stopped_ns < self.min_share * run_ns:
             return
-        periods = (last_sample.throttled_periods or 0) - (first_sample.throttled_periods or 0)
+        periods, _ = recorded.counter_increase("throttled_periods") or (0, 0)
         yield Finding(
             summary=(
                 f"The CPU quota stopped threads of this container for "
@@ -91,7 +84,7 @@ class CpuQuota(Rule):
             "a tenth of the time": _build_throttled_run(0.1),
             "never": (_build_throttled_run(0.0), "stopped_ns < self.min_share * run_ns"),
             "hardly ever": (_build_throttled_run(0.001), "min_share"),
-            "not recorded": (_build_throttled_run(None), "len(samples) < 2"),
+            "not recorded": (_build_throttled_run(None), "stopped is None"),
         }
 
 
@@ -179,7 +172,7 @@ def _build_pinned_run(gpu: int | None, cpus: list[int]) -> TraceBuilder:
     return b
 
 
-class CpuContention(Rule):
+class CpuContention(SharedCoresRule):
     """Other programs of the machine keep the cores busy, so the main thread waits for one although
     it has work. The kernel counts that time (``/proc/<pid>/schedstat``).
 
@@ -205,9 +198,6 @@ class CpuContention(Rule):
 
     min_wait = Threshold(0.10, "of the run", CHOSEN)
     min_others = Threshold(0.25, "of the machine's cores in use by other programs", CHOSEN)
-    shared_speed = Factor(0.8, "of its speed alone, a thread whose neighbor cores are busy", SMT)
-    best_shared_speed = Factor(0.5, "of it, on the other half of a busy physical core", SMT)
-    worst_shared_speed = Factor(1.0, "of it, on a core of its own", SMT)
 
     fix = (
         "End the other programs, move them to other cores or machines, or lower their priority. In "
@@ -232,14 +222,10 @@ class CpuContention(Rule):
         worker_cores = float(workers.mean()) / 100 if len(workers) else 0.0
         if waited < self.min_wait or others < max(worker_cores, self.min_others * total):
             return
-        wait = waited * (recorded.mean or 0.0)
         step = recorded.mean or 0.0
-        saved = wait * others / (others + worker_cores)
-        beside_others = others / max(total - 1, others)
-
-        def gain_at(shared_speed: float, saved: float) -> float:
-            return step - (step - saved) * (1 - (1 - shared_speed) * beside_others)
-
+        wait = waited * step
+        saving = waited * others / (others + worker_cores)
+        busy_share = others / max(total - 1, others)
         yield Finding(
             summary=(
                 f"The main thread has work but no core for {t.format_duration(wait)} of each step "
@@ -256,9 +242,9 @@ class CpuContention(Rule):
             ],
             impact=impact_per_step(
                 a,
-                gain_at(self.shared_speed, saved),
-                low=0.5 * gain_at(self.worst_shared_speed, saved),
-                high=gain_at(self.best_shared_speed, wait),
+                step * self.saving_alone(saving, busy_share, self.shared_speed),
+                low=0.5 * step * self.saving_alone(saving, busy_share, self.worst_shared_speed),
+                high=step * self.saving_alone(waited, busy_share, self.best_shared_speed),
             ),
         )
 

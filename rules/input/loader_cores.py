@@ -8,7 +8,7 @@ import numpy as np
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, SkippedCheck, impact_without_gain
-from advisor.core.rule import Evidence, Factor, Rule, Threshold
+from advisor.core.rule import Evidence, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import parse_frame
@@ -19,11 +19,11 @@ from advisor.rules.support.citations import (
     HAND_OVER,
     SAGEMAKER,
     SAGEMAKER_CPU,
-    SMT,
     TENSORBOARD,
     XPROF,
 )
 from advisor.rules.support.common import (
+    SharedCoresRule,
     estimate_contended_loading,
     find_loader,
     impact_per_step,
@@ -275,7 +275,7 @@ def _build_run(
     return b
 
 
-class CpuBoundTransforms(Rule):
+class CpuBoundTransforms(SharedCoresRule):
     """The loop waits for data while DataLoader workers keep all its cores busy. More workers cannot
     help: the work per sample has to shrink or to move to the GPU.
 
@@ -311,9 +311,6 @@ class CpuBoundTransforms(Rule):
 
     min_wait = Threshold(0.15, "of the step", GPUPROF)
     min_cpu = Threshold(0.80, "of the cores that the process may use", GPUPROF)
-    shared_speed = Factor(0.8, "of its speed alone, a thread whose neighbor cores are busy", SMT)
-    best_shared_speed = Factor(0.5, "of it, on the other half of a busy physical core", SMT)
-    worst_shared_speed = Factor(1.0, "of it, on a core of its own", SMT)
     max_disk = Threshold(500e6, "bytes/s: above it, reading is the likelier cause", GPUPROF)
 
     fix = (
@@ -374,7 +371,8 @@ class CpuBoundTransforms(Rule):
             return
         cores = own_cores(a, cpus)
         busy = float(cpu_percent.mean()) / 100 / cores
-        disk_rate = _measure_disk_rate(recorded.hosts)
+        disk = recorded.counter_increase("disk_read")
+        disk_rate = None if disk is None else max(0.0, disk[0] * 1e9 / disk[1])
         if busy < self.min_cpu or (disk_rate or 0.0) >= self.max_disk or a.is_device_bound:
             return
         wait = share * (recorded.mean or 0.0)
@@ -400,7 +398,7 @@ class CpuBoundTransforms(Rule):
         step = recorded.mean or 0.0
         frame = parse_frame(str(loader.get("item")))
         where = [] if frame is None else [frame.location]
-        gain = taken.saving_at(self.shared_speed, taken.gain) * step
+        saving, busy_share = taken.gain, taken.busy_share
         return Finding(
             summary=(
                 f"The workers use {taken.workers:.1f} of {taken.cores:.0f} cores, and the training "
@@ -420,9 +418,9 @@ class CpuBoundTransforms(Rule):
             ],
             impact=impact_per_step(
                 a,
-                gain,
-                low=0.5 * taken.saving_at(self.worst_shared_speed, taken.gain) * step,
-                high=taken.saving_at(self.best_shared_speed, taken.max_saving) * step,
+                step * self.saving_alone(saving, busy_share, self.shared_speed),
+                low=0.5 * step * self.saving_alone(saving, busy_share, self.worst_shared_speed),
+                high=step * self.saving_alone(taken.max_saving, busy_share, self.best_shared_speed),
                 of_host=False,
             ),
             **self.case(
@@ -474,11 +472,10 @@ class TakenCores(NamedTuple):
         """Estimated share of the step: with several threads, half of the saving."""
         return self.saving if self.wanted == 1 else 0.5 * self.saving
 
-    def saving_at(self, shared_speed: float, saving: float) -> float:
-        """Return the share of the step that is saved with the workers gone. ``shared_speed``: speed
-        of a thread beside busy cores, of its speed alone. ``saving``: share that the cores save."""
-        beside_workers = min(1.0, self.workers / max(self.cores - self.training, self.workers))
-        return 1 - (1 - saving) * (1 - (1 - shared_speed) * beside_workers)
+    @property
+    def busy_share(self) -> float:
+        """Share of the other cores that workers use."""
+        return self.workers / max(self.cores - self.training, self.workers)
 
 
 def _measure_taken_cores(a: Analysis) -> TakenCores | None:
@@ -502,15 +499,6 @@ def _measure_taken_cores(a: Analysis) -> TakenCores | None:
     saving = max(0.0, 1 - training / min(wanted, training + freed))
     busy = min(1.0, (used_cores + other_cores) / cores)
     return TakenCores(cores, worker_cores, training, wanted, busy, max_saving, saving)
-
-
-def _measure_disk_rate(hosts: list[tuple[int, HostSample]]) -> float | None:
-    """Return the bytes per second read from disks between the first and the last sample."""
-    samples = [(ns, host.disk_read) for ns, host in hosts if host.disk_read is not None]
-    if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
-        return None
-    (start, first_count), (end, last_count) = samples[0], samples[-1]
-    return max(0.0, (last_count - first_count) * 1e9 / (end - start))
 
 
 def _build_busy_cores(

@@ -15,7 +15,7 @@ from advisor.core import text as t
 from advisor.core.finding import Edit, GainKind, Impact, Instants, Location, Select
 from advisor.core.intervals import Floats, Intervals, covered_length
 from advisor.core.report_steps import EQUAL_STEP_SHARE
-from advisor.core.rule import Evidence
+from advisor.core.rule import Evidence, Factor, Rule
 from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import device_waits
@@ -34,6 +34,7 @@ from advisor.measure.host.stacks import (
 from advisor.measure.steps.periodic import OWN_PHASES
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import rows_in_steps
+from advisor.rules.support.citations import SMT
 from advisor.testing import TraceBuilder
 
 Rows = NDArray[np.int64]
@@ -477,6 +478,21 @@ def local_ranks(a: Analysis) -> int:
 def own_cores(a: Analysis, cpus: int) -> float:
     """Return the cores of each training process that shares them, at least 1."""
     return max(1.0, cpus / local_ranks(a))
+
+
+class SharedCoresRule(Rule):
+    """Base of the rules about cores that the step shares with other computing processes."""
+
+    shared_speed = Factor(0.8, "of its speed alone, a thread whose neighbor cores are busy", SMT)
+    best_shared_speed = Factor(0.5, "of it, on the other half of a busy physical core", SMT)
+    worst_shared_speed = Factor(1.0, "of it, on a core of its own", SMT)
+
+    @staticmethod
+    def saving_alone(saving: float, busy_share: float, shared_speed: float) -> float:
+        """Return the share of the step that it saves without the other processes: ``saving`` by
+        getting their cores, and what is left runs faster. ``busy_share`` of the other cores
+        compute, beside which a thread has ``shared_speed`` of its speed alone."""
+        return 1 - (1 - saving) * (1 - (1 - shared_speed) * busy_share)
 
 
 def impact_per_step(

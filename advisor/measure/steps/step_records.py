@@ -416,6 +416,16 @@ class StepRecords:
         """Return a field of the host's samples, without missing values."""
         return _drop_missing([getattr(sample, name) for _, sample in self.hosts])
 
+    def counter_increase(self, name: str) -> tuple[int, int] | None:
+        """Return the increase of a counter of the host between its first and last sample, and the
+        time between these, ns. ``None`` for fewer than two samples."""
+        counts = ((ns, getattr(sample, name)) for ns, sample in self.hosts)
+        samples = [(ns, count) for ns, count in counts if count is not None]
+        if len(samples) < 2 or samples[-1][0] <= samples[0][0]:
+            return None
+        (start, first), (end, last) = samples[0], samples[-1]
+        return last - first, end - start
+
     @cached_property
     def gpus(self) -> list[GpuSample]:
         """Samples of the GPU that this rank uses while steps ran, without the warm-up."""
@@ -503,11 +513,11 @@ class StepRecords:
     def run_delay_share(self) -> float | None:
         """Share of the time in which the main thread had work but no core, while steps ran.
         ``None`` if not sampled, or in fewer than ``MIN_SAMPLES`` samples."""
-        samples = [(ns, host.run_delay) for ns, host in self.hosts if host.run_delay is not None]
-        if len(samples) < MIN_SAMPLES or samples[-1][0] <= samples[0][0]:
+        increase = self.counter_increase("run_delay")
+        if increase is None or len(self.host("run_delay")) < MIN_SAMPLES:
             return None
-        (start, first), (end, last) = samples[0], samples[-1]
-        return min(1.0, max(0.0, (last - first) / (end - start)))
+        waited, elapsed = increase
+        return min(1.0, max(0.0, waited / elapsed))
 
     @cached_property
     def free_cores(self) -> float | None:

@@ -227,6 +227,7 @@ CAUSES: Final = {
     "allocation": Appearance("#c98a5e", "□", "yellow"),
     "profiler": Appearance("#8f8f99", "◌", "bright_black"),
     "stream": Appearance("#7f8aa3", "≡", "bright_blue"),
+    "device": Appearance("#5d6f9e", "≣", "bright_blue"),
     "other_thread": Appearance("#b9a046", "‡", "bright_yellow"),
     "end": Appearance("#b5b5bd", "┆", "bright_black"),
     "unknown": Appearance("#a3a3ad", "?", "bright_black"),

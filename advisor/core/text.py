@@ -39,7 +39,7 @@ CAUSE_LABELS: Final = {
     "dispatch": "CPU operators", "python": "Python code", "communication": "host in MPI",
     "host_code": "CPU code (sampled)", "launch": "launch delay", "compile": "first-call set-up",
     "allocation": "allocating memory", "profiler": "the profiler", "stream": "another stream",
-    "other_thread": "another thread", "end": "nothing recorded",
+    "device": "another GPU", "other_thread": "another thread", "end": "nothing recorded",
 }  # fmt: skip
 """Names of idle causes (``measure.host.gaps.CAUSES``)."""
 

@@ -52,15 +52,18 @@ class DeviceWork(NamedTuple):
     the window counts like the stream's other work, or as true if nothing is known."""
     step_threads: list[int]
     """Main thread and the threads that take turns with it."""
+    in_step: Array
+    """Whether a step thread launched the work, or one that launches equally often in each step.
+    Other threads have a pace of their own."""
 
 
-def device_work(
-    trace: Trace, start: int, end: int, threads: list[int], blocking: Array
-) -> DeviceWork:
-    """Return the device rows launched in [start, end), or running in it if launched before or
+def device_work(trace: Trace, bounds: Array, threads: list[int], blocking: Array) -> DeviceWork:
+    """Return the device rows launched in the window, or running in it if launched before or
     unknown. Rows launched before may end after it, if work launched in it follows on their stream:
-    then the host runs far ahead. ``threads``: see ``DeviceWork.step_threads``. ``blocking``: rows
-    of ``trace.cpu`` that may block the host."""
+    then the host runs far ahead. ``bounds``: step boundaries, ns; the window is from the first to
+    the last. ``threads``: see ``DeviceWork.step_threads``. ``blocking``: rows of ``trace.cpu`` that
+    may block the host."""
+    start, end = int(bounds[0]), int(bounds[-1])
     gpu = trace.gpu.with_row_index("row").with_columns(pl.col("row").cast(pl.Int64))
     launch = gpu["launch"].fill_null(-1).to_numpy()
     ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
@@ -94,9 +97,13 @@ def device_work(
         previous=np.zeros(0, dtype=np.int64),
         on_step_threads=np.ones(len(launch), dtype=bool),
         step_threads=threads,
+        in_step=np.ones(len(launch), dtype=bool),
+    )
+    work = work._replace(
+        previous=_find_previous(work), on_step_threads=_find_step_work(trace, work)
     )
     return work._replace(
-        previous=_find_previous(work), on_step_threads=_find_step_work(trace, work)
+        in_step=work.on_step_threads | _launches_equally_often(trace, work, bounds)
     )
 
 
@@ -147,6 +154,18 @@ def _find_step_work(trace: Trace, work: DeviceWork) -> Array:
     background &= np.bincount(work.lane[has_launch & own_threads], minlength=size) == 0
     own_threads[~has_launch] = ~background[work.lane[~has_launch]]
     return own_threads
+
+
+def _launches_equally_often(trace: Trace, work: DeviceWork, bounds: Array) -> Array:
+    """Return which work belongs to a thread with as many launches in each step as in the others."""
+    result = work.launch < 0
+    if result.all():
+        return result
+    thread = np.where(result, -1, trace.cpu["thread"].to_numpy()[work.launch])
+    for owner in np.unique(thread[~result]):
+        launches, _ = np.histogram(work.launch_ts[thread == owner], bounds)
+        result[thread == owner] = launches.min() == launches.max()
+    return result
 
 
 def _launch_overhead(trace: Trace, gpu: pl.DataFrame, launch: Array, blocking: Array) -> Array:

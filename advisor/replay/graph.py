@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 NEVER = -1e18
 """Weight of an edge that is switched off, ns."""
+MAX_BATCH_RATIO = 2.0
+"""Maximum ratio of a batch's time to the usual one at which the loader's workers never rested."""
 
 
 # -- latencies, measured from the trace ------------------------------------------------------------

@@ -10,6 +10,7 @@ from advisor.measure.host.syncs import work_past_return_ns
 from advisor.measure.steps.steps import OUTLIER_FACTOR, find_rhythm
 from advisor.replay.device_work import DeviceWork, add_stream_edges, device_nodes, device_work
 from advisor.replay.graph import (
+    MAX_BATCH_RATIO,
     NEVER,
     Array,
     EdgeKind,
@@ -112,7 +113,7 @@ def build_graph(a: Analysis) -> Graph:
     order_time = _move_behind_awaited(trace, thread, times, kind, row)
 
     step_threads = _find_step_threads(main, handoffs)
-    work = device_work(trace, start, end, step_threads, waiting)
+    work = device_work(trace, bounds, step_threads, waiting)
     graph = _merge_nodes(thread, times, kind, row, order_time, work, start)
     graph.latencies = measure_latencies(work)
     edges = EdgeList(graph)
@@ -246,9 +247,30 @@ def _add_loader_edges(edges: EdgeList, graph: Graph, trace: Trace) -> None:
     edges.drop_program(served)
     wait = graph.time[served] - graph.time[start[workers]]
     edges.add(start[workers], served, np.minimum(wait, READY_BATCH_NS[""]), EdgeKind.PROGRAM)
-    before = np.append(0, loaded[:-1])
+    before = _skip_rests_of_workers(graph, trace, np.append(0, loaded[:-1]), loaded)
     rate = np.where(workers, graph.time[loaded] - graph.time[before], NEVER)
     edges.add(before, loaded, rate, EdgeKind.LOADER)
+
+
+def _skip_rests_of_workers(graph: Graph, trace: Trace, before: Array, loaded: Array) -> Array:
+    """Return the nodes from which workers load for each of ``loaded``: the awaited batch before it,
+    ``before``, or a later node of the same thread if they rested because enough batches were ready.
+    They did where batches in between were ready at once and each took over ``MAX_BATCH_RATIO``
+    times as long as usual."""
+    cpu = trace.cpu
+    requests = cpu["ts"].filter(name_matches(cpu["name"], WORKERS)).sort().to_numpy()
+    number = np.searchsorted(requests, cpu["ts"].to_numpy()[graph.row[loaded]])
+    batches = np.diff(number)
+    if len(batches) < 2 or batches.min() < 1:
+        return before
+    per_batch = np.diff(graph.time[loaded]) / batches
+    usual = float(np.quantile(per_batch, 0.5, method="lower"))
+    source = before.copy()
+    for i in np.flatnonzero((batches > 1) & (per_batch > MAX_BATCH_RATIO * usual)) + 1:
+        latest = graph.time[loaded[i]] - batches[i - 1] * usual
+        thread = np.flatnonzero(graph.lane[: loaded[i]] == graph.lane[loaded[i]])
+        source[i] = max(before[i], thread[graph.time[thread] <= latest].max(initial=0))
+    return source
 
 
 def _add_handoff_edges(edges: EdgeList, graph: Graph, result: Handoff, start: int) -> None:

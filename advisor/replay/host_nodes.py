@@ -22,7 +22,10 @@ from advisor.replay.graph import Array, NodeKind
 
 STARVED_NS, STARVED_SHARE = 500_000, 0.05
 """Minimum length, in ns and as a share of the step, of a loader's call that waited for its workers.
-Handing over a ready batch takes less, and a wait of a smaller share is irrelevant."""
+A wait of a smaller share is irrelevant."""
+CERTAIN_WAIT_NS, CERTAIN_WAIT_RATIO = 3_000_000, 3.0
+"""Minimum length of a certain wait: in ns, as in the rules of loaders, or as a multiple of the
+shortest tenth of the calls. Shorter calls may only take over a ready batch."""
 READY_BATCH_NS = {"high": 200_000.0, "": 1_500_000.0, "low": 4_000_000.0}
 """Time to take over a ready batch from a loader worker, ns, by assumption. Public A100 traces: 0.1
 to 0.3 ms; pairs of traces with four workers: 1.4 to 1.7 ms. Two busy cores: 1.5 ms for 8 KiB, 4 ms
@@ -111,7 +114,11 @@ def ready_batch_ns(trace: Trace, step_ns: float, assumption: str) -> float:
 
 
 def _long_wait(trace: Trace, step_ns: float) -> pl.Series:
-    return trace.cpu["dur"] >= max(STARVED_NS, STARVED_SHARE * step_ns)
+    """Return which of the trace's host rows are long enough for a wait for the workers."""
+    dur = trace.cpu["dur"]
+    shortest = dur.filter(name_matches(trace.cpu["name"], WORKERS)).quantile(0.1)
+    certain = min(CERTAIN_WAIT_NS, CERTAIN_WAIT_RATIO * (shortest or 0.0))
+    return dur >= max(STARVED_NS, STARVED_SHARE * step_ns, certain)
 
 
 # -- hand-over between host threads ----------------------------------------------------------------

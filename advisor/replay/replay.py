@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
+from advisor.replay.graph import MAX_BATCH_RATIO, NEVER, Array, EdgeKind, Graph, NodeKind
 
 MIN_STEADY = 3
 """Minimum number of steps of a window that is replayed again from its final state."""
@@ -261,12 +261,23 @@ class CarriedState:
                 self.out_of |= dict(zip(first_members.tolist(), last.tolist(), strict=True))
 
     def _measure_loader(self) -> None:
-        """Measure the time from the window's last awaited batch to the next window's first, ns."""
+        """Measure the time from the window's last awaited batch to the next window's first, ns. The
+        steps between them take at most ``MAX_BATCH_RATIO`` times as long as others with an awaited
+        batch: in longer ones the workers rested."""
         graph = self.graph
         self.loader = np.flatnonzero(graph.edge == EdgeKind.LOADER)
-        if len(self.loader):
-            first, last = graph.time[graph.dst[self.loader[[0, -1]]]]
-            self.batch_gap = float(first + graph.time[graph.step_boundaries[-1]] - last)
+        if not len(self.loader):
+            return
+        awaited = graph.dst[self.loader[[0, -1]]]
+        first, last = graph.time[awaited]
+        self.batch_gap = float(first + graph.time[graph.step_boundaries[-1]] - last)
+        steps = int(np.diff(np.searchsorted(graph.step_boundaries, awaited, side="right"))[0])
+        across = len(graph.step_boundaries) - 1 - steps
+        rate = graph.weight[self.loader[1:]]
+        if steps and across > 1 and rate.min() > NEVER:
+            usual = across * float(rate.sum()) / steps
+            if self.batch_gap > MAX_BATCH_RATIO * usual:
+                self.batch_gap = usual
 
     def _next_batch_gap(self, weight: Array) -> float:
         """Return the gap between batches at the rate of other weights, ns."""

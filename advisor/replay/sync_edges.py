@@ -162,6 +162,8 @@ def _find_awaited(
             own_threads = owner[possible] == thread[call_row]
         if end - start <= 3 * CALL_NS or (is_near & own_threads).any() or not is_near.any():
             possible = possible[own_threads]
+        elif thread[call_row] in work.step_threads:
+            possible = possible[work.in_step[possible]]  # another pace: the wait keeps its length
         if call[index] == "sync_device":
             result.append(possible)
             continue

@@ -682,3 +682,18 @@ def test_device_work_without_any_host_event_is_unknown():
     assert causes_of_gap(a, 0) == {"unknown": 150}
     assert a.host.is_empty()
     assert a.syncs.is_empty()
+
+
+def test_waiting_for_another_device_of_the_process() -> None:
+    b = TraceBuilder()
+    with b.step():
+        b.run("aten::mm", "ampere_sgemm_128x64_nn", 1000)
+        b.wait_stream(8, on=7)
+        with b.op("aten::mm"):
+            b.launch("ampere_sgemm_128x64_nn", 2500, stream=8)
+            b.events[-1]["args"]["device"] = b.events[-1]["pid"] = 1
+        b.wait_stream(7, on=8)
+        b.run("aten::add", "vectorized_elementwise_kernel", 2000)
+        b.sync()
+    waits = b.analysis().gaps.filter(pl.col("cause") == "device")
+    assert waits["dur"].sum() == pytest.approx(2_500_000, rel=0.02)

@@ -183,8 +183,12 @@ class Settings:
     """Time of any other call."""
     wake_us: float = 25.0
     """Time from one host thread to another."""
-    hand_us: float = 200.0
-    """Taking over a batch that is ready: the constant that docs/whatif.md names."""
+    hand_us: float = 1500.0
+    """Time to hand over a batch that is ready, for the worker and for the main thread: the constant
+    that docs/whatif.md names."""
+    lost_loading_share: float = 0.1
+    """Share of a batch's work by which workers slow down the main thread, as docs/whatif.md
+    says."""
     sync_rows: bool = False
     """Whether to write ``cuda_sync`` rows."""
     whole_us: bool = False
@@ -736,7 +740,7 @@ class Machine:
                 yield self._requested[worker]
                 continue
             batch = self._orders[worker].popleft()
-            yield self._batch_us(batch)
+            yield self._batch_us(batch) + self.settings.hand_us
             self._trigger(self._ready[batch])
 
     def _next(self, thread: int, s: Next) -> Steps:
@@ -745,6 +749,7 @@ class Machine:
         if self.program.workers:
             yield self._ready[batch]
             yield self.settings.hand_us
+            yield self.settings.lost_loading_share * self.program.batch_us
             self._order_batch()
             which = "_MultiProcessingDataLoaderIter"
         else:

@@ -32,7 +32,8 @@ CAUSES = (
     "compile",  # starting CUDA, loading code, compiling, capturing a graph: work of a first call
     "allocation",  # cudaMalloc, cudaFree, pinned memory
     "profiler",  # the profiler itself
-    "stream",  # launched, but waiting for an event of another stream or device
+    "stream",  # launched, but waiting for an event of another stream
+    "device",  # launched, but waiting for an event of another device of this process
     "other_thread",  # waiting for another thread that recorded nothing
     "end",  # after the last device work of the trace, in its last sync or in nothing recorded
     "unknown",  # Python without stacks, no recorded event, launched long ago for no visible reason
@@ -99,11 +100,11 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
     A gap is blamed on the thread that launched the work which ended it. Until that launch began,
     each piece has the class of the thread's activity (``timeline.CLASSES``), or if nothing was
     recorded, the class of what the main thread or another launching thread was doing then. From the
-    launch on the cause is ``launch``, or ``stream`` if a stream had to wait for an event before
-    this launch and work of another stream or device ended last. If the launched work waits longer
-    than LATENCY_NS without this reason, the cause is ``unknown``. Pieces under ``overhead`` rows of
-    the profiler are ``profiler`` (or ``compile`` if they load code). Without a next launch, the
-    main thread gives the cause, and unexplained time is the ``end``.
+    launch on the cause is ``launch``, or ``stream`` (``device``) if a stream had to wait for an
+    event before this launch and work of another stream (device) ended last. If the launched work
+    waits longer than LATENCY_NS without this reason, the cause is ``unknown``. Pieces under
+    ``overhead`` rows of the profiler are ``profiler`` (or ``compile`` if they load code). Without a
+    next launch, the main thread gives the cause, and unexplained time is the ``end``.
 
     For ``unknown`` and ``end``, ``host`` is the innermost annotation around, if any. ``line`` has
     no fallback; for the backward pass see ``Analysis.location``."""
@@ -198,8 +199,9 @@ def _find_causes(a: Analysis, part: Intervals, ended_by: NDArray[np.int64]) -> _
     queued = np.flatnonzero(host_end < part.end)
     is_late = part.end[queued] - host_end[queued] > LATENCY_NS
     cause = np.where(is_late, _CAUSE_CODES["unknown"], _CAUSE_CODES["launch"]).astype(np.int8)
-    waits = _find_stream_waits(a, part, queued, ended_by[queued], launch[queued])
+    waits, of_device = _find_stream_waits(a, part, queued, ended_by[queued], launch[queued])
     cause[waits >= 0] = _CAUSE_CODES["stream"]
+    cause[of_device] = _CAUSE_CODES["device"]
     blamed_row = np.where(waits >= 0, waits, launch[queued]).astype(np.int32)
     blame = host_side.join(
         _Blame(queued, host_end[queued], part.end[queued], cause, thread[queued], blamed_row)
@@ -320,21 +322,23 @@ def _find_stream_waits(
     queued: NDArray[np.int64],
     ended_by: NDArray[np.int64],
     launch: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Find the ``cudaStreamWaitEvent`` that delayed queued work: its host row, or -1.
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Find the ``cudaStreamWaitEvent`` that delayed queued work: its host row, or -1, and whether
+    the work waited for another device.
 
     It delayed the work if the thread called it after its previous launch on the work's stream, and
     the device work that ended last before the gap's end ran on another stream or device and ended
-    at most LATENCY_NS before the work began."""
+    at most LATENCY_NS before the work began. For another device, any thread may have called it:
+    autograd has one per device."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
-    no_wait = np.full(len(queued), -1, dtype=np.int64)
+    no_wait = np.full(len(queued), -1, dtype=np.int64), np.zeros(len(queued), dtype=bool)
     wait_rows = np.flatnonzero((cpu["call"] == "stream_wait").fill_null(False).to_numpy())
     if not len(wait_rows) or not len(queued):
         return no_wait
     wait_index = np.searchsorted(wait_rows, launch) - 1
     wait = np.where(wait_index >= 0, wait_rows[np.maximum(wait_index, 0)], -1)
     thread = cpu["thread"].to_numpy()
-    wait = np.where((wait >= 0) & (thread[np.maximum(wait, 0)] == thread[launch]), wait, -1)
+    is_own_call = (wait >= 0) & (thread[np.maximum(wait, 0)] == thread[launch])
     # previous launch on the same stream of the same device
     devices, device = np.unique(gpu["device"].fill_null(-1).to_numpy(), return_inverse=True)
     _, stream = np.unique(gpu["stream"].fill_null(-1).to_numpy(), return_inverse=True)
@@ -354,7 +358,9 @@ def _find_stream_waits(
     releaser = by_end[np.maximum(latest, 0)]
     is_elsewhere = (latest >= 0) & (lane[releaser] != lane[ended_by])
     is_elsewhere &= part.end[queued] - end[releaser] <= LATENCY_NS
-    return np.where((wait > previous) & is_elsewhere, wait, -1)
+    is_other_device = is_elsewhere & (device[releaser] != device[ended_by])
+    delayed = (wait > previous) & is_elsewhere & (is_own_call | is_other_device)
+    return np.where(delayed, wait, -1), delayed & is_other_device
 
 
 def _find_next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:

@@ -202,6 +202,9 @@ Times = NDArray[np.int64]
 AHEAD_SHARE = 0.05
 """Minimum share of a step that its first work waits in the queue if the host runs ahead. Launch
 latency is some 10 us; in a host-bound step the device waits, not its work."""
+MIN_STEP_RATIO = 1.1
+"""Minimum ratio of the device's steps to the host's at which the host runs ahead of the main stream
+alone, while other streams start their work at once."""
 MIN_STEPS = 3
 """Minimum number of steps: fewer are all at the window's ends."""
 MAX_TIME = np.iinfo(np.int64).max
@@ -272,25 +275,40 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Dev
     np.maximum.at(step_end, step[in_any_step], work_end[in_any_step])
     if (step_end < 0).any():
         return None  # a step without launches has no time on the device
-    in_step = np.flatnonzero(in_any_step)
-    _, first_index = np.unique(step[in_step], return_index=True)  # rows are in order of ts
-    first = work_start[in_step[first_index]]
     if not closed:
         is_after = launched >= end[-1]
         step_end[-1] = work_start[is_after].min() if is_after.any() else step_end[-1]
-    waited = first - launched[in_step[first_index]]
-    stop = np.where(
-        np.append(start[1:] == end[:-1], False), np.append(first[1:], MAX_TIME), step_end
-    )
-    length = stop - first
-    if (length <= 0).any() or np.median(waited) < AHEAD_SHARE * np.median(length):
-        return None
-    if not _waits_behind_work(trace, device, launched[in_step[first_index]], first):
-        return None
-    queue = DeviceSteps(first, stop, float(np.median(waited)))
-    if not closed and abs(int(length.sum()) / int((end - start).sum()) - 1) < AHEAD_SHARE:
-        return None  # marks may be as far apart as the device's steps if the queue is steady
-    return queue
+    is_followed = np.append(start[1:] == end[:-1], False)
+    on_main = _on_main_stream(gpu["stream"].to_numpy()[rows], step)
+    for is_chosen in (in_any_step, in_any_step & on_main):
+        in_step = np.flatnonzero(is_chosen)
+        _, first_index = np.unique(step[in_step], return_index=True)  # rows are in order of ts
+        first, launch_ts = (times[in_step[first_index]] for times in (work_start, launched))
+        stop = np.where(is_followed, np.append(first[1:], MAX_TIME), step_end)
+        length, waited = stop - first, float(np.median(first - launch_ts))
+        if (length <= 0).any() or waited < AHEAD_SHARE * np.median(length):
+            continue
+        ratio = int(length.sum()) / int((end - start).sum())
+        # marks may be as far apart as the device's steps if the queue is steady
+        if not closed and abs(ratio - 1) < AHEAD_SHARE:
+            continue
+        if is_chosen is not in_any_step and ratio < MIN_STEP_RATIO:
+            continue
+        # work of the same step on other streams, such as a gather of weights, is not ahead of it
+        is_earlier = gpu["device"].eq_missing(device).to_numpy()
+        is_earlier[rows[(step >= 0) & (work_start < first[np.maximum(step, 0)])]] = False
+        if _waits_behind_work(trace, is_earlier, launch_ts, first):
+            return DeviceSteps(first, stop, waited)
+    return None
+
+
+def _on_main_stream(stream: NDArray[np.int64], step: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Return which work is on the stream with most work, or all of it if a step has none there.
+    Uploads ahead of time and other threads use streams that do not wait for the steps' work."""
+    streams, counts = np.unique(stream, return_counts=True)
+    is_main: NDArray[np.bool_] = stream == streams[np.argmax(counts)]
+    has_all = np.isin(step[step >= 0], step[is_main]).all()
+    return is_main if has_all else np.ones(len(stream), dtype=bool)
 
 
 def find_drain_time(trace: Trace, start: int, end: int, *, held: bool = False) -> int | None:
@@ -330,9 +348,12 @@ def _is_host_waiting(trace: Trace, start: int, done: int) -> bool:
     return bool(waits.any()) and not launch_ts.is_between(start, done, closed="left").any()
 
 
-def _waits_behind_work(trace: Trace, device: int, launch_ts: Times, work_start: Times) -> bool:
-    """Return whether the device was busy for most of the time that first work waited."""
-    gpu = trace.gpu.filter(pl.col("device") == device)
+def _waits_behind_work(
+    trace: Trace, is_earlier: NDArray[np.bool_], launch_ts: Times, work_start: Times
+) -> bool:
+    """Return whether earlier work kept the device busy for most of the time that first work
+    waited."""
+    gpu = trace.gpu.filter(is_earlier)
     ts = gpu["ts"].to_numpy()
     busy = union(ts, ts + gpu["dur"].to_numpy())
     waited = int((work_start - launch_ts).sum())

@@ -141,3 +141,41 @@ def find_copies(a: Analysis) -> pl.DataFrame:
         schema=COPIES_SCHEMA,
         strict=False,
     )
+
+
+MIN_UPLOADS_BETWEEN_KERNELS, MIN_UPLOAD_SIZES = 8, 3
+"""Minimum number of uploads per step that follow a kernel, and of their sizes, for weights. The
+uploads of micro-batches and tiles have one size, and a smaller one for a remainder."""
+MIN_UPLOAD_BYTES = 65_536
+
+
+def repeated_uploads(a: Analysis) -> pl.DataFrame:
+    """Return the rows of ``a.copies`` that upload the same between kernels in each step: weights
+    that live on the host. None without at least two used steps, or if a step copies as much back,
+    as offloaded activations do."""
+    large = a.copies.filter(pl.col("bytes") >= MIN_UPLOAD_BYTES, pl.col("step").is_not_null())
+    uploads = large.filter(pl.col("copy") == "HtoD")
+    if a.step_count < 2 or uploads.is_empty():
+        return uploads.clear()
+    kernel_ts = a.trace.gpu["ts"].filter(a.trace.gpu["kind"] == "kernel").sort().to_numpy()
+    before = np.searchsorted(kernel_ts, uploads["ts"].to_numpy())
+    starts = a.steps.table["ts"].gather(uploads["step"]).to_numpy()
+    is_between = before > np.searchsorted(kernel_ts, starts)
+    # the first of several in a row
+    is_first = np.append(True, np.diff(before) > 0)
+    between = uploads.filter(pl.Series(is_between))
+    steps = between["step"].n_unique()
+    count = int((is_between & is_first).sum()) / max(1, steps)
+    by_size = between.group_by("bytes", "step").len().group_by("bytes").agg("len")
+    same = by_size.filter(
+        pl.col("len").list.len() == steps, pl.col("len").list.min() == pl.col("len").list.max()
+    )
+    fetched = int(large.filter(pl.col("copy") == "DtoH")["bytes"].sum() or 0)
+    is_repeated = (
+        steps >= 2
+        and steps >= a.step_count - 1
+        and count >= MIN_UPLOADS_BETWEEN_KERNELS
+        and same.height >= MIN_UPLOAD_SIZES
+        and (a.forward_only or fetched < 0.5 * int(between["bytes"].sum() or 0))
+    )
+    return between.join(same, on="bytes", how="semi") if is_repeated else uploads.clear()

@@ -253,9 +253,7 @@ class PageableCopies(Rule):
                 amount_per_step(a, "exposed copy time", exposed),
                 amount_per_step(a, "GPU idle after these calls", blocking.total),
                 self.compare("exposed copies and idle GPU, share", share, "min_share", per=a.per),
-                Evidence("bandwidth of these copies", speed, "GB/s"),
-                Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
-                *([Evidence("peak of the PCIe link", link, "GB/s")] if link else []),
+                *_compare_rates(speed, pinned, link),
                 amount_per_step(a, "bytes copied", sum_column(slow_copies["bytes"]), "bytes"),
             ],
             where=device_places(a, slow_copies),
@@ -334,6 +332,14 @@ def _has_no_loader(a: Analysis) -> bool:
     if a.recorded is None or not a.recorded.count or a.recorded.loaders:
         return False
     return not name_matches(a.trace.cpu["name"], "DataLoader").any()
+
+
+def _compare_rates(speed: float | None, pinned: float | None, link: float | None) -> list[Evidence]:
+    return [
+        Evidence("bandwidth of these copies", speed, "GB/s"),
+        Evidence("bandwidth of pinned copies in this trace", pinned, "GB/s"),
+        *([Evidence("peak of the PCIe link", link, "GB/s")] if link else []),
+    ]
 
 
 def _measure_rate(copies: pl.DataFrame) -> float | None:

@@ -28,16 +28,17 @@ from advisor.testing import Examples, TraceBuilder
 Shape = tuple[int, ...]
 PRODUCTS = {"aten::linear": -2, "aten::matmul": -1, "aten::addmm": -1, "aten::mm": -1}
 """Product -> the dimension of its last operand that gives the width of the result."""
-OPS_BETWEEN_PRODUCT_AND_PART = (
-    "aten::_unsafe_view",
-    "aten::add",
-    "aten::add_",
-    "aten::div",
-    "aten::mul",
-    "aten::to",
+POINTWISE = frozenset(
+    f"aten::{name}{end}"
+    for name in (
+        "_unsafe_view to dropout add sub mul div pow square sqrt rsqrt reciprocal abs neg exp log "
+        "log2 log10 log1p clamp clamp_min clamp_max relu gelu silu sigmoid tanh"
+    ).split()
+    for end in ("", "_")
 )
-"""Operators that keep the shape, between a product and the operator that takes a part of its
-result."""
+"""Operators that compute each element from the element at the same place."""
+ON_LAST_DIMENSION = frozenset((*PRODUCTS, "aten::fft_fft", "aten::fft_rfft"))
+"""Operators on the features of each position, which may change their number."""
 MAX_BETWEEN = 6
 TRANSFORMERS = r"(?:^|/)transformers/models/"
 END = str(2**63 - 1)
@@ -57,6 +58,8 @@ class Dropped(NamedTuple):
     """Rows of ``trace.cpu`` that compute the whole result."""
     through: list[int]
     """Rows of all operators from the layer to the one that takes the part."""
+    ahead: list[str]
+    """Names of the operators before the layer that work on each position alone."""
     lengths: int = 1
     """Number of shapes of the results."""
 
@@ -72,9 +75,13 @@ class DroppedPositions(Rule):
     belong to the product. If another operator reads the result, it is needed, and nothing is
     reported.
 
+    Operators right before the product belong to it if they work on each position alone, such as
+    arithmetic and Fourier transforms of frames, and nothing else reads their results. A
+    spectrogram of a long recording, of which the last frames are used, is an example.
+
     The gain is the dropped share of this work. A smaller product runs at a lower rate, which the
-    range allows for. Earlier layers that work on each position alone may be skipped too; the
-    estimate does not include that."""
+    range allows for. Still earlier layers may be skipped too; the estimate does not include
+    that."""
 
     id = "dropped-positions"
     title = "A layer computes positions that are then dropped"
@@ -103,7 +110,15 @@ class DroppedPositions(Rule):
             "fix": "Tell the model to compute logits of the last position only. The results stay "
             "the same.",
             "code": "outputs = model(**inputs, logits_to_keep=1)\nlast = outputs.logits[:, -1]",
-        }
+        },
+        "operators before it": {
+            "fix": "Take the positions before the first of these operators ({first}), not after "
+            "the last. Each works on one position alone, so the results stay the same. Of a "
+            "recording, cut the end that has the frames.",
+            "code": "# frames of size samples each, every hop samples; the last count are used\n"
+            "x = x[..., -(size + (count - 1) * hop):]\n"
+            "features = extract_features(x)     # not of the whole x",
+        },
     }
     verify = "Record again: the product has fewer rows. Compare the results."
     falsified_by = "other code that reads the whole result, in steps that are not recorded"
@@ -141,11 +156,13 @@ class DroppedPositions(Rule):
                         per=a.per,
                     ),
                 ],
-                where=costliest_places(a, layer_rows),
+                where=costliest_places(a, layer_rows, top=1 if dropped.ahead else 3),
                 edits=[scale_operators(a, rows, saved)],
                 **(
                     self.case("Transformers")
                     if runs_code_of(a, TRANSFORMERS)
+                    else self.case("operators before it", first=dropped.ahead[0].partition("::")[2])
+                    if dropped.ahead
                     else {"code": self.code.format(part=dropped.part)}
                 ),
             )
@@ -164,8 +181,7 @@ class DroppedPositions(Rule):
             return []
         rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
         keeps = [
-            name in OPS_BETWEEN_PRODUCT_AND_PART
-            or (at in all_parts and all_parts[at][1] == 1 and name in TAKES)
+            name in POINTWISE or (at in all_parts and all_parts[at][1] == 1 and name in TAKES)
             for name, at in zip(names, inputs, strict=True)
         ]
         dropped_layers: dict[tuple[Shape, str], Dropped] = {}
@@ -180,7 +196,7 @@ class DroppedPositions(Rule):
         if not product_takers:
             return []
         shapes = {
-            at: {tensor.shape for tensor in inputs_at(a, at).tensors}
+            at: [tensor.shape for tensor in inputs_at(a, at).tensors]
             for at in table["inputs"].drop_nulls().unique()
         }
         for first, at in product_takers:
@@ -200,9 +216,12 @@ class DroppedPositions(Rule):
             if readers != [at]:
                 needed.add(shape)
                 continue
-            dropped = dropped_layers.setdefault((shape, index), Dropped(shape, kept, index, [], []))
-            dropped.made.append(rows[first])
-            dropped.through.extend(rows[first : at + 1])
+            begin = _find_chain_start(names, inputs, shapes, first, at)
+            dropped = dropped_layers.setdefault(
+                (shape, index), Dropped(shape, kept, index, [], [], names[begin:first])
+            )
+            dropped.made.extend(rows[begin : at if begin < first else first + 1])
+            dropped.through.extend(rows[begin : at + 1])
         return _merge_lengths(
             [dropped for dropped in dropped_layers.values() if dropped.shape not in needed]
         )
@@ -216,6 +235,7 @@ class DroppedPositions(Rule):
             "the first four positions": _build_model(
                 taker="aten::slice", args=["1", "0", "4", "1"]
             ),
+            "frames of a spectrogram": _build_model(before="aten::fft_rfft", us=20),
             "sequences of several lengths": _build_model(lengths=(32, 48)),
             "after slices of everything": _build_model(slices_all=True),
             "all but the last": (
@@ -282,6 +302,31 @@ def _find_product_before(names: list[str], keeps: list[bool], at: int) -> int | 
     return None
 
 
+def _find_chain_start(
+    names: list[str],
+    inputs: list[int | None],
+    shapes: dict[int, list[Shape]],
+    first: int,
+    at: int,
+) -> int:
+    """Return the index of the first of the operators that lead to the product ``first``, work on
+    each position alone, and have no other reader before the part is taken at ``at``."""
+    chain = first
+    while chain:
+        wanted = shapes[inputs[chain] or 0][0] if inputs[chain] is not None else ()
+        operands = [] if inputs[chain - 1] is None else shapes[inputs[chain - 1] or 0]
+        if names[chain - 1] in POINTWISE:
+            fits = wanted in operands
+        else:
+            fits = names[chain - 1] in ON_LAST_DIMENSION and operands[:1] != []
+            fits = fits and len(wanted) > 1 and operands[0][:-1] == wanted[:-1]
+        others = (n for n in range(first + 1, at) if inputs[n] is not None)
+        if not fits or len(wanted) < 2 or any(wanted in shapes[inputs[n] or 0] for n in others):
+            return chain
+        chain -= 1
+    return chain
+
+
 def _find_product_shape(a: Analysis, name: str, index: int | None) -> Shape | None:
     """Return the shape of a product's result, or ``None`` if it is not recorded or has vectors as
     inputs."""
@@ -297,6 +342,7 @@ def _build_model(
     *,
     gpu: str | None = None,
     product: str = "aten::linear",
+    before: str = "aten::layer_norm",
     taker: str = "aten::select",
     args: list[str] | None = None,
     other_reader: str = "",
@@ -313,7 +359,7 @@ def _build_model(
         length = lengths[number % len(lengths)]
         logits, hidden = [16, length, 6000], [16, length, 96]
         sequence = 10 * number if trains else None
-        b.compute("aten::tanh", 5000, [hidden])
+        b.compute(before, 5000, [hidden])
         b.compute(product, us, [hidden, [6000, 96], [6000]], sequence=sequence)
         part: dict[str, Any] = {} if sequence is None else {"sequence": sequence + 1}
         if slices_all:

@@ -358,7 +358,7 @@ _CALLS_HOOKS = re.compile(
 )
 
 
-_AFFIXES = re.compile(r"^_+|(?:_impl)?[\d_]*$")
+_AFFIXES = re.compile(r"^_+|^_?(?:fft|linalg|special)_(?=[a-z])|(?:_impl)?[\d_]*$")
 """Prefixes and suffixes that :func:`normalize_operator_name` removes from the names of operators
 and functions."""
 
@@ -531,7 +531,8 @@ def _end_names(stack: SampledStack) -> Iterator[str]:
 
 def normalize_operator_name(name: str) -> str:
     """Return the common name of an operator and the Python function that calls it: ``unique`` for
-    ``aten::_unique2`` and ``_unique_impl``."""
+    ``aten::_unique2`` and ``_unique_impl``, ``rfft`` for ``aten::fft_rfft`` and
+    ``torch.fft.rfft``."""
     short = name.rpartition("::")[2].rpartition(".")[2]
     return _AFFIXES.sub("", short)
 

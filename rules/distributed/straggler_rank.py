@@ -49,12 +49,17 @@ class StragglerRank(Rule):
 
     id = "straggler-rank"
     title = "One rank keeps the others waiting"
-    found_in = ("traces/dlrm_8ranks", "workloads/ddp_straggler")
-    silent_in = ("traces/two_ranks", "workloads/ddp_straggler")
+    found_in = (
+        "traces/dlrm_8ranks",
+        "workloads/ddp_straggler",
+        "recorded/rank_evaluation.slow",
+    )
+    silent_in = ("traces/two_ranks", "workloads/ddp_straggler", "recorded/rank_evaluation.cured")
     validation_note = (
         "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30%, measured "
-        "27%), silent on its cure. Rank 7 of dlrm_8ranks (NCCL, V100) is last at 5 of 8 "
-        "collectives. Silent on two_ranks (NCCL)"
+        "27%) and evaluation on one rank (73 ms predicted, 73 measured), silent on their cures. "
+        "Rank 7 of dlrm_8ranks (NCCL, V100) is last at 5 of 8 collectives. Silent on two_ranks "
+        "(NCCL)"
     )
     across_ranks = True
     references = (
@@ -124,6 +129,13 @@ class StragglerRank(Rule):
             "by its size and not by its files.",
             "code": "order = sorted(range(len(dataset)), key=lengths.__getitem__)\n"
             "own = order[dist.get_rank()::dist.get_world_size()]   # similar lengths everywhere",
+        },
+        "extra work": {
+            "fix": "Find what {ranks} alone does: evaluation, metrics, logging or checkpoints. Do "
+            "it every so many steps, share it among the ranks, or move it behind the loop.",
+            "code": "# not in each step, and not on one rank while the others wait\n"
+            "if step % 100 == 0:\n"
+            "    evaluate(model, shard_of(data, rank))  # then one reduction of the sums",
         },
         "imbalance that moves": {
             "fix": "Give the ranks equal work: batches by tokens and not by samples, sorted or "
@@ -288,6 +300,8 @@ def _build_title(subject: str, deviation: Deviation) -> str:
         return f"The links of {subject} are slow"
     if deviation.kind == "pipeline":
         return f"{name} takes longer than the other stages"
+    if deviation.kind == "extra work":
+        return f"{name} {'do' if plural else 'does'} work that the others do not"
     if deviation.kind == "imbalance":
         return f"{name} {'have' if plural else 'has'} more work than the others"
     return f"{name} {'keep' if plural else 'keeps'} the others waiting"

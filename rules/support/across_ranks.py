@@ -10,6 +10,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Location, unit_of
 from advisor.core.rule import Evidence
+from advisor.measure.host.stacks import parse_frame
 from advisor.measure.ranks.outliers import describe_reason, describe_subject
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: 
         title=title,
         summary=f"{t.upper_first(subject)}: {describe_reason(job, deviation)}.",
         evidence=evidence,
-        where=_find_longest_waits(job, index),
+        where=[*_place_of_frame(deviation.frame), *_find_longest_waits(job, index)],
         edits=edits_of(job, deviation),
         impact=impact,
         confidence=0.8 if enough_ranks_read else 0.5,
@@ -101,6 +102,13 @@ def subtract_redistributed_work(job: JobMeasurements, deviation: Deviation, ns: 
     if deviation.kind not in ("imbalance", "pipeline"):
         return ns
     return ns * (1 - len(deviation.members.rank_indices) / len(job.summaries))
+
+
+def _place_of_frame(name: str) -> list[Location]:
+    frame = parse_frame(name)
+    if frame is None:
+        return []
+    return [frame.location]
 
 
 def _find_longest_waits(job: JobMeasurements, rank_indices: list[int]) -> list[Location]:

@@ -65,6 +65,7 @@ CASES = {
     "gloo_metrics": "collectives-in-step",
     "gloo_accumulation": "missing-no-sync",
     "gloo_parameters": "small-collectives",
+    "rank_evaluation": "straggler-rank",
     "contention": "cpu-contention",
     "worker_cpu": "cpu-bound-transforms",
     "joined_list": "joined-list",
@@ -107,6 +108,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "picture_answers",
             "plates",
             "product_order",
+            "rank_evaluation",
             "second_forward",
         ),
         *("single_tensor", "slices", "sliding_window", "table_in_forward", "unfrozen"),
@@ -123,6 +125,12 @@ def test_the_saving_of_the_cure_lies_in_the_range_of_the_gain(name: str) -> None
     match = next(f.impact for f in slow.findings if f.rule == CASES[name])
     assert match is not None and match.low_ns is not None and match.high_ns is not None
     assert match.low_ns <= slow.step.ns - cured.step.ns <= match.high_ns
+
+
+def test_work_of_one_rank_is_named_with_its_function() -> None:
+    first = analyze(RECORDED / "rank_evaluation.slow", Options(config={})).findings[0]
+    assert first.title == "Rank 0 does work that the others do not"
+    assert first.where[0].function == "Board.update"
 
 
 def test_loop_function_is_reported_with_main_cost_and_line() -> None:

@@ -30,6 +30,7 @@ KINDS: Final = {
     "host": "its host is slow",
     "network": "its network is slow",
     "imbalance": "has more work",
+    "extra work": "does work that the others do not",
     "pipeline": "its stage takes longer",
 }
 WAITING: Final = "waiting"

@@ -482,6 +482,28 @@ def _count_lines(stacks: Sequence[SampledStack]) -> _Lines:
     return _Lines(lines, below)
 
 
+MAX_FUNCTIONS = 30
+
+
+def shares_of_functions(stacks: Sequence[SampledStack]) -> dict[str, float]:
+    """Return the share of the samples in or below each function of the user's code, the largest
+    first, by the frame of its line with most samples. Empty with too few samples."""
+    total = sum(stack.samples for stack in stacks)
+    if total < MIN_SAMPLES:
+        return {}
+    lines: dict[tuple[str, str], Counter[str]] = {}
+    for count, frames, _ in stacks:
+        own = {}
+        for name in frames:
+            frame = parse_frame(name)
+            if frame is not None and frame_rank(name) == 2:
+                own[frame.file, frame.function] = name
+        for function, name in own.items():
+            lines.setdefault(function, Counter())[name] += count
+    shares = {each.most_common(1)[0][0]: each.total() / total for each in lines.values()}
+    return dict(sorted(shares.items(), key=lambda item: -item[1])[:MAX_FUNCTIONS])
+
+
 def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
     """Find the one line of the user's code that takes ``share`` of the time, for a call that
     occupies the thread for a known share of the step. The line's share of all samples differs by at

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from msgspec import structs
 
+from advisor.core import labels
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import Floats, Ints
 from advisor.core.ranks import format_ranks
@@ -18,6 +19,8 @@ from advisor.measure.ranks.own_time import (
     OWN,
     RankProfile,
     compare_devices,
+    find_extra_function,
+    find_extra_work,
     have_other_inputs,
     longer_families,
 )
@@ -79,6 +82,8 @@ class Deviation:
     others_ns: float = 0.0
     """Own time of the others, ns per step."""
     note: str = ""
+    frame: str = ""
+    """Frame of the code that these ranks alone run, or empty if unknown."""
     arrives_late: bool = False
     """Whether it was found by late arrivals, not by own work."""
 
@@ -208,6 +213,10 @@ def _classify(job: JobMeasurements, deviation: Deviation, similar: list[int]) ->
     others = [_scale_to_complete_steps(job, index) for index in similar]
     speed = compare_devices(slow, others)
     if speed is None:
+        if names := find_extra_work(slow, others):
+            note = f"it alone runs {', '.join(map(labels.clean, names))} of these shapes"
+            frame = find_extra_function(slow, others)
+            return replace(deviation, kind="extra work", note=note, frame=frame)
         more_work = have_other_inputs(slow, others)
         return replace(deviation, kind="imbalance" if more_work else "compute")
     if speed.slower:

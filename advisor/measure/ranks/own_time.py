@@ -13,6 +13,7 @@ import numpy as np
 
 from advisor.core.intervals import Floats
 from advisor.measure.device.families import MATRIX
+from advisor.measure.host.stacks import parse_frame
 from advisor.measure.ranks.summary_schema import RankSummary, unpack
 
 CLASSES = ("compute", "copies", "input", "host", "communication")
@@ -201,25 +202,75 @@ MIN_OTHER_SHARE = 0.5
 """Minimum share of the excess in operators that the others do not run, if the batches differ."""
 
 
+MAX_OTHERS_OWN_SHARE = 0.1
+"""Maximum time of operators that only the other ranks run, as a share of the excess, at which the
+ranks with more work do work of their own, and not the same with other inputs."""
+MAX_NAMED_OPERATORS = 3
+
+
+def find_extra_work(slow: Sequence[RankSummary], others: Sequence[RankSummary]) -> list[str]:
+    """Return the operators of work that ranks without a device do and the others do not, such as
+    evaluation on one rank: names, the longest first. Empty if it does not explain their excess, or
+    if the others have work of their own, so that the inputs differ."""
+    extra = _times_without(slow, others)
+    own_ns = sum(_times_without(others, slow).values())
+    excess = _total_time(slow) - _total_time(others)
+    is_explained = sum(extra.values()) >= MIN_OTHER_SHARE * excess
+    if excess <= 0 or not is_explained or own_ns > MAX_OTHERS_OWN_SHARE * excess:
+        return []
+    by_name: dict[str, float] = {}
+    for key, ns in extra.items():
+        name = key.partition("#")[0]
+        by_name[name] = by_name.get(name, 0.0) + ns
+    return sorted(by_name, key=lambda name: -by_name[name])[:MAX_NAMED_OPERATORS]
+
+
+MIN_EXTRA_SHARE = 0.1
+"""Minimum share of the samples of a function that only some ranks run, for it to be named."""
+
+
+def find_extra_function(slow: Sequence[RankSummary], others: Sequence[RankSummary]) -> str:
+    """Return the frame of the user's function with most samples on these ranks and none on the
+    others. Empty if there is none, or no stacks were sampled on both sides."""
+    if not all(any(s.functions for s in group) for group in (slow, others)):
+        return ""
+    known = {_function_of_frame(name) for s in others for name in s.functions}
+    extra = {
+        name: share
+        for summary in slow
+        for name, share in summary.functions.items()
+        if _function_of_frame(name) not in known and share >= MIN_EXTRA_SHARE
+    }
+    return max(extra, key=lambda name: extra[name], default="")
+
+
+def _function_of_frame(name: str) -> tuple[str, str]:
+    frame = parse_frame(name)
+    return (name, "") if frame is None else (frame.file, frame.function)
+
+
 def have_other_inputs(slow: Sequence[RankSummary], others: Sequence[RankSummary]) -> bool:
     """Return whether ranks without a device have more work because their operators get other
     shapes."""
-    slow_names, other_names = (
-        set().union(*(s.operators for s in group)) for group in (slow, others)
-    )
-    if not slow_names or not other_names:
+    if not any(s.operators for s in slow) or not any(s.operators for s in others):
         return False
+    extra, own = _times_without(slow, others), _times_without(others, slow)
+    excess = _total_time(slow) - _total_time(others)
+    return excess > 0 and sum(extra.values()) - sum(own.values()) >= MIN_OTHER_SHARE * excess
 
-    def spent(group: Sequence[RankSummary], names: set[str]) -> float:
-        return _mean(
-            [sum(op.total_ns for name, op in s.operators.items() if name in names) for s in group]
-        )
 
-    excess_in_others = spent(slow, slow_names - other_names) - spent(
-        others, other_names - slow_names
-    )
-    excess = spent(slow, slow_names) - spent(others, other_names)
-    return excess > 0 and excess_in_others >= MIN_OTHER_SHARE * excess
+def _times_without(group: Sequence[RankSummary], others: Sequence[RankSummary]) -> dict[str, float]:
+    """Return the mean time of each operator that no rank of ``others`` runs, ns per step."""
+    known = set[str]().union(*(s.operators for s in others))
+    names = set[str]().union(*(s.operators for s in group)) - known
+    return {
+        name: _mean([s.operators[name].total_ns if name in s.operators else 0.0 for s in group])
+        for name in names
+    }
+
+
+def _total_time(group: Sequence[RankSummary]) -> float:
+    return _mean([sum(op.total_ns for op in s.operators.values()) for s in group])
 
 
 def _compare_kernels(

@@ -13,6 +13,7 @@ from advisor.core.finding import Finding
 from advisor.core.intervals import Ints, covered_length, union
 from advisor.core.report_memory import MemorySample
 from advisor.measure import Analysis
+from advisor.measure.host.stacks import shares_of_functions
 from advisor.measure.ranks.collectives import collective_table, pack_collectives, step_summaries
 from advisor.measure.ranks.summary_schema import (
     MAX_BYTES,
@@ -74,6 +75,7 @@ def summarize_rank(
             else 0.0,
             kernels=_summarize_kernels(a),
             operators=_summarize_operators(a),
+            functions={} if a.recorded is None else shares_of_functions(a.recorded.stacks),
             per_step=_pack_steps(a),
             collectives=pack_collectives(a, collective_table(a, used), used),
             findings=[_shorten_finding(finding) for finding in findings[:MAX_FINDINGS]],

@@ -159,6 +159,9 @@ class RankSummary(Struct, frozen=True, kw_only=True):
     operators: dict[str, KernelSummary] = field(default_factory=dict)
     """Outermost ATen operators with the most time without device work, by name and a digest of name
     and shapes."""
+    functions: dict[str, float] = field(default_factory=dict)
+    """Share of the stack samples in or below each function of the user's code, by its line with
+    most samples (``train.py(30): main``)."""
     per_step: dict[str, PackedColumns] = field(default_factory=dict)
     """Columns of ``time`` (with ``idle: <cause>`` for idle) over ``steps``, ns, or without device
     work columns of ``host_time`` and ``communication``."""

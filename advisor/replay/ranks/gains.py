@@ -51,6 +51,8 @@ def change_without(
         entry = replay.entry.copy()
         entry[index] = np.minimum(entry[index], np.median(np.delete(replay.entry, index)))
         change = change._replace(entry=entry)
+    if deviation.kind == "extra work":  # at least, all ranks share it
+        return change, _spread_evenly(job, replay, change, index)
     return change, None
 
 

@@ -56,8 +56,8 @@ class StragglerRank(Rule):
     )
     silent_in = ("traces/two_ranks", "workloads/ddp_straggler", "recorded/rank_evaluation.cured")
     validation_note = (
-        "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler (predicted 30%, measured "
-        "27%) and evaluation on one rank (73 ms predicted, 73 measured), silent on their cures. "
+        "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler, 30% predicted, 27% "
+        "measured. Evaluation on one rank, 73 ms predicted, 73 measured. Silent on their cures. "
         "Rank 7 of dlrm_8ranks (NCCL, V100) is last at 5 of 8 collectives. Silent on two_ranks "
         "(NCCL)"
     )

@@ -75,9 +75,9 @@ class DroppedPositions(Rule):
     belong to the product. If another operator reads the result, it is needed, and nothing is
     reported.
 
-    Operators right before the product belong to it if they work on each position alone, such as
-    arithmetic and Fourier transforms of frames, and nothing else reads their results. A
-    spectrogram of a long recording, of which the last frames are used, is an example.
+    Operators right before the product belong to it if they work on each position alone and nothing
+    else reads their results. Examples are arithmetic and Fourier transforms of frames: a
+    spectrogram of a long recording, of which the last frames are used.
 
     The gain is the dropped share of this work. A smaller product runs at a lower rate, which the
     range allows for. Still earlier layers may be skipped too; the estimate does not include

@@ -39,10 +39,11 @@ def representative_steps(a: Analysis) -> tuple[int, int]:
     """Return the run of steps to replay: its first row of the steps table and one after its last.
     It is the longest run of used steps, or its middle beyond ``MAX_NODES`` nodes, at least three if
     there are three. If every n-th step is long, it has whole cycles. If long steps leave no three
-    others in a row, they belong to the loop, and are replayed as well."""
+    others in a row, they belong to the loop, and are replayed as well. Without a device no step
+    runs into the next, so that one or two are enough."""
     used = a.steps.table["used"].to_numpy()
     group = _longest_run(used)
-    if 0 < len(group) < 3:
+    if 0 < len(group) < 3 and a.device_id is not None:
         all_steps = _longest_run((a.steps.table["dur"] > 0).to_numpy())
         group = all_steps if len(all_steps) >= 3 else group
     if not len(group):

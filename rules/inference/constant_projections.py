@@ -44,8 +44,8 @@ ENCODER_OPS = re.compile(r"^aten::(?:conv\w*|lstm|gru|rnn_\w+)$")
 CONSTANT_OPS = re.compile(
     r"^aten::_?(?:\w*view\w*|\w*reshape\w*|transpose|swap\w+|movedim|permute|numpy_T|mT|adjoint|t"
     r"|\w*squeeze|(?:un)?flatten|ravel|expand\w*|repeat\w*|slice|select|narrow|\w*split\w*|chunk"
-    r"|unbind|unfold|alias|detach|lift\w*|contiguous|clone|copy_|to|to_copy|type_as|dropout"
-    r"|layer_norm|rms_norm)_?$"
+    r"|unbind|unfold|alias|detach|resolve_\w+|lift\w*|contiguous|clone|copy_|to|to_copy|type_as"
+    r"|dropout|layer_norm|rms_norm)_?$"
 )
 """Names of views, copies and normalisations, whose results are as constant as their input."""
 MAX_CALLS = 200_000
@@ -185,15 +185,20 @@ class ConstantProjections(Rule):
         layers on many rows. At both ends of the window are parts of a pass, with some of the same
         layers."""
         runs: list[list[Layers]] = []
+        signatures: list[tuple[int, Counter[tuple[int, ...]]]] = []
         previous: tuple[int, Counter[tuple[int, ...]]] | None = None
         for item in passes[1:-1]:
             layers = self._list_layers(item, sum(item.tokens))
             signature = (sum(item.tokens), _count_sizes(layers)) if layers and item.tokens else None
             if signature is not None:
-                runs += [[]] if signature != previous else []
+                if signature != previous:
+                    runs.append([])
+                    signatures.append(signature)
                 runs[-1].append(layers or [])
             previous = signature
-        runs = [run for run in runs if len(run) >= self.min_passes]
+        # in a sequence that is cut off, one pass is enough where others have the same layers
+        proven = [s for s, run in zip(signatures, runs, strict=True) if len(run) >= self.min_passes]
+        runs = [run for s, run in zip(signatures, runs, strict=True) if s in proven]
         for run, partial in zip((runs[:1], runs[-1:]), (passes[0], passes[-1]), strict=True):
             for pass_layers in run:
                 tokens = next(item.tokens[0] for item in passes if pass_layers[0][0] in item.layers)

@@ -20,6 +20,7 @@ from advisor.advise.impact import (
 )
 from advisor.core.finding import HOST_CODE, Finding, are_alternatives
 from advisor.core.rule import Rule
+from advisor.core.trace import LOADER
 from advisor.measure import Analysis
 from advisor.measure.device.kernel_profiles import ONE_LAUNCH
 from advisor.replay.estimators import GainEstimator
@@ -223,7 +224,7 @@ def _order_by_gain(
             index, gain = _choose_named_cause(
                 findings, scales, waiting, general, chosen, estimator, a
             )
-        elif _is_of_all_code(findings[index]):
+        elif _is_of_all_code(findings[index]) or _moves_all_loading(findings[index]):
             index, gain = _choose_cause_inside(
                 findings, scales, waiting, (index, gain), chosen, estimator
             )
@@ -298,6 +299,22 @@ def _is_of_all_code(finding: Finding) -> bool:
     return finding.subject == HOST_CODE and not finding.edits
 
 
+def _moves_all_loading(finding: Finding) -> bool:
+    """Return whether a finding moves all loading to workers, whatever it does."""
+    return bool(finding.edits) and all(edit.op == "parallelize" for edit in finding.edits)
+
+
+def _is_inside(finding: Finding, general: Finding) -> bool:
+    """Return whether a finding says what takes the time of a general one: code of the same
+    function, or a part of the loading."""
+    if _moves_all_loading(general):
+        return any(
+            edit.op in ("scale", "remove") and edit.select.name == LOADER for edit in finding.edits
+        )
+    functions = {place.function for place in general.where} - {None}
+    return any(place.function in functions for place in finding.where[:1])
+
+
 def _choose_cause_inside(
     findings: list[Finding],
     scales: list[float],
@@ -306,15 +323,14 @@ def _choose_cause_inside(
     chosen: list[Finding],
     estimator: GainEstimator,
 ) -> tuple[int, float]:
-    """Return the finding to choose before one on all code of a function: a finding in the same
-    function that says what takes much of its time, or else the one on all code."""
-    functions = {place.function for place in findings[general[0]].where} - {None}
+    """Return the finding to choose before one on all code of a function or all loading: a finding
+    that says what takes much of its time, or else the general one."""
     min_gain = MIN_LEADING_SHARE * general[1] * scales[general[0]]
     causes = [
         (index, gain)
         for index in waiting
         if findings[index].edits
-        and any(place.function in functions for place in findings[index].where[:1])
+        and _is_inside(findings[index], findings[general[0]])
         and (gain := marginal_gain(findings[index], chosen, estimator)) * scales[index] >= min_gain
     ]
     return max(causes, key=lambda each: each[1] * scales[each[0]], default=general)

@@ -66,6 +66,7 @@ CASES = {
     "gloo_accumulation": "missing-no-sync",
     "gloo_parameters": "small-collectives",
     "rank_evaluation": "straggler-rank",
+    "unsharded": "unsharded-loading",
     "contention": "cpu-contention",
     "worker_cpu": "cpu-bound-transforms",
     "joined_list": "joined-list",
@@ -112,6 +113,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "second_forward",
         ),
         *("single_tensor", "slices", "sliding_window", "table_in_forward", "unfrozen"),
+        "unsharded",
         "worker_cpu",
     ],
 )

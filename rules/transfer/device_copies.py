@@ -18,6 +18,7 @@ from advisor.rules.support.citations import SILENT_TRACES, TRACELENS, TRIED_ON_T
 from advisor.rules.support.common import (
     COPY_PREFETCH_CODE,
     amount_per_step,
+    are_mostly_offloaded,
     busy_intervals,
     device_places,
     int_column,
@@ -283,7 +284,7 @@ class CopiesNotOverlapped(Rule):
         exposed = intersect(busy, a.breakdown.copies).total
         share = exposed / a.span_ns
         overlap = 1 - exposed / busy.total if busy.total else 1.0
-        if share < self.min_share or overlap >= self.max_overlap:
+        if share < self.min_share or overlap >= self.max_overlap or are_mostly_offloaded(a):
             if overlap >= self.max_overlap and busy.total >= self.min_share * a.span_ns:
                 yield PassedCheck(
                     text=f"compute hides {overlap:.0%} of the copy time between host and GPU "

@@ -10,10 +10,8 @@ from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.trace import CUDA
 from advisor.measure import Analysis
-from advisor.measure.device.copies import repeated_uploads
 from advisor.measure.host.names import name_matches
 from advisor.rules.support.citations import (
-    CHOSEN,
     ENGINE_FLOOR,
     PAGEABLE_64K,
     PINNED_BLOG,
@@ -24,6 +22,7 @@ from advisor.rules.support.citations import (
 from advisor.rules.support.common import (
     COPY_PREFETCH_CODE,
     amount_per_step,
+    are_mostly_offloaded,
     busy_intervals,
     device_places,
     host_link_rate,
@@ -61,9 +60,7 @@ class PageableCopies(Rule):
     after them. In a program without a framework, copies to the host that the driver has to stage
     are counted. A parameter upload before the first step does not belong to any step.
 
-    Weights that live on the host (CPU offload) are copied in each step too. They come between the
-    step's kernels, where inputs come before them, and their sizes repeat in each step. Activations
-    that are copied to the host and back are not among them."""
+    Weights and activations that live on the host are the subject of offloaded-tensors."""
 
     id = "pageable-copies"
     title = "Compute waits for copies from pageable memory"
@@ -106,10 +103,6 @@ class PageableCopies(Rule):
         TRIED_ON_TRACES,
     )
 
-    min_offloaded_share = Threshold(
-        0.8, "of the exposed copies, between kernels in the same sizes in each step", CHOSEN
-    )
-
     fix = (
         "Let the DataLoader pin its batches, and copy them with non_blocking=True. Pin tensors "
         "that stay the same once, before the loop. Copied one batch ahead on a separate stream, "
@@ -144,21 +137,6 @@ class PageableCopies(Rule):
             "a buffer can take as long as it saves.",
             "code": "loader = [[t.pin_memory() for t in x] for x in data]  # data: your batches\n"
             + COPY_PREFETCH_CODE,
-        },
-        "weights": {
-            "title": "Weights are copied to the GPU again in each step",
-            "fix": "Keep the weights on the GPU. If they do not fit, store them in fewer bits, or "
-            "offload fewer layers. Copy what stays on the host ahead of its use, from pinned "
-            "memory on a separate stream (diffusers: enable_group_offload with use_stream=True).",
-            "code": "# in place of CPU offload: all weights on the GPU, in 16 bits\n"
-            "model = model.to(device, torch.bfloat16)",
-            "verify": "Profile again: no copies between the kernels of a step.",
-            "falsified_by": "other contents of the copied tensors in each step",
-            "assumptions": (
-                "weights that stay on the GPU cost no copies at best; pinned copies are "
-                "{pinned_speedup:g} times as fast ({worst_pinned_speedup:g} at worst)",
-                "the copies are weights: they come between kernels, in the same sizes in each step",
-            ),
         },
     }
     verify = "Profile again: copies read 'Pinned -> Device', and their calls are short."
@@ -231,10 +209,8 @@ class PageableCopies(Rule):
         slow_busy = busy_intervals(a, slow_copies.filter(pl.col("exposed") > 0))
         exposed = intersect(slow_busy, a.breakdown.copies).total
         share = (exposed + blocking.total) / a.span_ns
-        if share < self.min_share:
+        if share < self.min_share or are_mostly_offloaded(a):
             return
-        offloaded = slow_copies.join(repeated_uploads(a), on="gpu", how="semi")
-        is_offload = sum_column(offloaded["exposed"]) >= self.min_offloaded_share * exposed > 0
         speed = _measure_rate(slow_copies)
         pinned = _measure_rate(copies.filter((pl.col("memory") == "pinned") & is_large))
         link = host_link_rate(a)
@@ -261,14 +237,13 @@ class PageableCopies(Rule):
                 scale_edit(
                     Select(on="gpu", kind=("memcpy",), copy=tuple(directions), memory="pageable"),
                     factor,
-                    0.0 if is_offload else max(0.0, factor - hideable),
+                    max(0.0, factor - hideable),
                     max(factor, worst),
                 ),
                 *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
             ],
             **case,
             **(self.case("no DataLoader") if _has_no_loader(a) else {}),
-            **(self.case("weights") if is_offload else {}),
         )
 
     def _speedup(
@@ -298,17 +273,6 @@ class PageableCopies(Rule):
             for _ in range(3):
                 small.copy("HtoD", 512, 1.5, pinned=False)
             small.product(1000, 6, wait=True)
-        micro_batches, offloaded = TraceBuilder(), TraceBuilder()
-        for _ in offloaded.steps():
-            for size in (4, 16, 4, 64) * 3:
-                offloaded.copy("HtoD", size << 20, pinned=False, blocking=True)
-                offloaded.product(300)
-            offloaded.sync()
-        for _ in micro_batches.steps():
-            for _ in range(12):
-                micro_batches.copy("HtoD", 16 << 20, pinned=False, blocking=True)
-                micro_batches.product(300)
-            micro_batches.sync()
         for _ in hidden.steps():
             hidden.product(9000)
             hidden.copy("HtoD", 24 << 20, pinned=False, stream=13)
@@ -318,8 +282,6 @@ class PageableCopies(Rule):
             results.host(1000)
         return {
             "a batch from pageable memory": from_pageable,
-            "weights in each step": offloaded,
-            "micro-batches": micro_batches,
             "pinned": (pinned, "slow_copies.is_empty()"),
             "small": (small, "min_share"),
             "hidden under compute": (hidden, "share < self.min_share"),

@@ -3,7 +3,7 @@ host."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -143,39 +143,88 @@ def find_copies(a: Analysis) -> pl.DataFrame:
     )
 
 
-MIN_UPLOADS_BETWEEN_KERNELS, MIN_UPLOAD_SIZES = 8, 3
-"""Minimum number of uploads per step that follow a kernel, and of their sizes, for weights. The
-uploads of micro-batches and tiles have one size, and a smaller one for a remainder."""
-MIN_UPLOAD_BYTES = 65_536
+# -- tensors that live on the host -----------------------------------------------------------------
+
+MIN_RUNS = 4
+"""Minimum number of runs of copies per step, with kernels in between, of one direction."""
+MIN_UPLOAD_RUNS, MIN_UPLOAD_SIZES = 8, 3
+"""Minimum number of runs of uploads per step, and of their sizes, without copies back. The uploads
+of micro-batches and tiles have one size, and a smaller one for a remainder."""
+MIN_MATCHED_SHARE = 0.8
+"""Minimum share of the uploaded bytes in copies that match others by their size."""
+MIN_OFFLOAD_BYTES = 65_536
 
 
-def repeated_uploads(a: Analysis) -> pl.DataFrame:
-    """Return the rows of ``a.copies`` that upload the same between kernels in each step: weights
-    that live on the host. None without at least two used steps, or if a step copies as much back,
-    as offloaded activations do."""
-    large = a.copies.filter(pl.col("bytes") >= MIN_UPLOAD_BYTES, pl.col("step").is_not_null())
-    uploads = large.filter(pl.col("copy") == "HtoD")
-    if a.step_count < 2 or uploads.is_empty():
-        return uploads.clear()
-    kernel_ts = a.trace.gpu["ts"].filter(a.trace.gpu["kind"] == "kernel").sort().to_numpy()
-    before = np.searchsorted(kernel_ts, uploads["ts"].to_numpy())
-    starts = a.steps.table["ts"].gather(uploads["step"]).to_numpy()
-    is_between = before > np.searchsorted(kernel_ts, starts)
-    # the first of several in a row
-    is_first = np.append(True, np.diff(before) > 0)
-    between = uploads.filter(pl.Series(is_between))
-    steps = between["step"].n_unique()
-    count = int((is_between & is_first).sum()) / max(1, steps)
-    by_size = between.group_by("bytes", "step").len().group_by("bytes").agg("len")
+class Offloaded(NamedTuple):
+    """Copies of tensors that live on the host between their uses."""
+
+    kind: str
+    """``weights``, or ``activations`` that the forward pass copies to the host."""
+    copies: pl.DataFrame
+    """Rows of ``Analysis.copies``."""
+    share: float
+    """Their share of the exposed copies between host and device."""
+
+
+def find_offloaded(a: Analysis) -> Offloaded | None:
+    """Find tensors that live on the host: copies between the kernels of each step, where inputs
+    come before them.
+
+    Weights are uploaded in the same sizes in each step. Where the sizes that a training step copies
+    to the host come back later, they are activations; without training they are weights that are
+    moved away after use. Copies behind each other without a kernel in between are one run."""
+    large = a.copies.filter(
+        pl.col("bytes") >= MIN_OFFLOAD_BYTES,
+        pl.col("step").is_not_null(),
+        pl.col("copy").is_in(["HtoD", "DtoH"]),
+    )
+    uploads, fetches = (_between_kernels(a, large, copy) for copy in ("HtoD", "DtoH"))
+    if uploads is None:
+        return None
+    if fetches is not None and _match_sizes(uploads, fetches):
+        kind, copies = "weights" if a.forward_only else "activations", [uploads, fetches]
+    elif (repeated := _repeated(a, uploads)) is not None:
+        kind, copies = "weights", [repeated]
+    else:
+        return None
+    rows = pl.concat(copies)
+    every = a.copies.filter(pl.col("copy").is_in(["HtoD", "DtoH"]))["exposed"].sum()
+    return Offloaded(kind, rows, int(rows["exposed"].sum()) / max(1, int(every)))
+
+
+def _between_kernels(a: Analysis, copies: pl.DataFrame, copy: str) -> pl.DataFrame | None:
+    """Return the copies of a direction after the first kernel of their step, with their ``run``.
+    ``None`` if they are not in several runs per step."""
+    chosen = copies.filter(pl.col("copy") == copy)
+    if chosen.is_empty() or not a.step_count:
+        return None
+    is_kernel = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.on_device
+    kernel_ts = np.sort(a.trace.gpu["ts"].to_numpy()[is_kernel])
+    starts = a.steps.table["ts"].gather(chosen["step"]).to_numpy()
+    run = np.searchsorted(kernel_ts, chosen["ts"].to_numpy())
+    chosen = chosen.with_columns(run=pl.Series(run))
+    chosen = chosen.filter(pl.Series(run > np.searchsorted(kernel_ts, starts)))
+    return chosen if chosen["run"].n_unique() >= MIN_RUNS * a.step_count else None
+
+
+def _match_sizes(uploads: pl.DataFrame, fetches: pl.DataFrame) -> bool:
+    """Return whether most uploaded bytes were copied to the host in the same sizes."""
+    counts = (each.group_by("step", "bytes").len() for each in (uploads, fetches))
+    matched = next(counts).join(next(counts), on=["step", "bytes"], suffix="_back")
+    both = (pl.min_horizontal("len", "len_back") * pl.col("bytes")).sum()
+    total = int(uploads["bytes"].sum())
+    return int(matched.select(both).item() or 0) >= MIN_MATCHED_SHARE * total
+
+
+def _repeated(a: Analysis, uploads: pl.DataFrame) -> pl.DataFrame | None:
+    """Return uploads of the sizes that occur equally often in each step, ``None`` if too few."""
+    steps = uploads["step"].n_unique()
+    by_size = uploads.group_by("bytes", "step").len().group_by("bytes").agg("len")
     same = by_size.filter(
         pl.col("len").list.len() == steps, pl.col("len").list.min() == pl.col("len").list.max()
     )
-    fetched = int(large.filter(pl.col("copy") == "DtoH")["bytes"].sum() or 0)
-    is_repeated = (
-        steps >= 2
-        and steps >= a.step_count - 1
-        and count >= MIN_UPLOADS_BETWEEN_KERNELS
-        and same.height >= MIN_UPLOAD_SIZES
-        and (a.forward_only or fetched < 0.5 * int(between["bytes"].sum() or 0))
-    )
-    return between.join(same, on="bytes", how="semi") if is_repeated else uploads.clear()
+    if steps < max(2, a.step_count - 1) or same.height < MIN_UPLOAD_SIZES:
+        return None
+    if uploads["run"].n_unique() < MIN_UPLOAD_RUNS * steps:
+        return None
+    return uploads.join(same, on="bytes", how="semi")

@@ -63,8 +63,6 @@ class GraphEdits:
         """Whether each moved node is also issued earlier."""
         self.unblocked = np.zeros(len(graph), dtype=bool)
         """Whether each node is the end of a blocking call that no longer waits."""
-        self.started_earlier = np.zeros(len(graph))
-        """Time by which each node no longer waits for another device, ns."""
         self.host: dict[int, HostTime] = {}
         """Remaining host time by thread."""
         self.workers: list[tuple[int, Array]] = []
@@ -100,12 +98,6 @@ class GraphEdits:
         for thread, time in intervals.items():
             self.host.setdefault(thread, HostTime()).captured.append((time, cost))
 
-    def shorten_waits(self, waits: tuple[Array, Array], factor: float) -> None:
-        """Scale the waits of nodes for another device: they start before its work has ended."""
-        nodes, length = waits
-        shorter = self.started_earlier[nodes]
-        self.started_earlier[nodes] = length - (length - shorter) * factor
-
     # -- all at once ------------------------------------------------------------------------
 
     def build(self, real_share: Array | None = None) -> EditedGraph:
@@ -127,7 +119,6 @@ class GraphEdits:
         excess = np.maximum(-weight[early] - self.dur[targets], 0.0)
         kept = np.minimum(dur[targets] / np.maximum(self.dur[targets], 1.0), 1.0)
         weight[early] = (weight[early] + excess) * kept - excess
-        self._shorten_device_waits(weight)
         self._shrink_host_edges(weight)
         if self.batch != 1.0:
             loaded = graph.kind[graph.dst] == NodeKind.LOADER_END
@@ -142,23 +133,6 @@ class GraphEdits:
         if (self.moved & ~self.dropped).any():
             graph, weight = move_to_streams(self, weight)
         return EditedGraph(graph, weight, dur)
-
-    def _shorten_device_waits(self, weight: Array) -> None:
-        """Let work that waited for another device start earlier, and the work behind it that waited
-        for the same."""
-        graph, waited = self.graph, np.flatnonzero(self.started_earlier)
-        if not len(waited):
-            return
-        across = np.flatnonzero((graph.edge == EdgeKind.CROSS_STREAM) & (weight > NEVER))
-        device = np.array([device for device, _ in graph.lanes])
-        src, dst = graph.src[across], graph.dst[across]
-        is_other = device[graph.lane[src]] != device[graph.lane[dst]]
-        for edge, source, target in zip(
-            across[is_other], src[is_other], dst[is_other], strict=True
-        ):
-            between = waited[(waited > source) & (waited <= target)]
-            between = between[graph.lane[between] == graph.lane[target]]
-            weight[edge] -= self.started_earlier[between].max(initial=0.0)
 
     def _shrink_host_edges(self, weight: Array) -> None:
         graph = self.graph

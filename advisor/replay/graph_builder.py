@@ -82,7 +82,8 @@ def build_graph(a: Analysis) -> Graph:
     points = HostNodes()
     waiting = wait_rows(trace, start, end)
     launching = launch_rows(trace, start, end)
-    loading = loader_rows(trace, start, end, (end - start) / table.height)
+    step_ns = (end - start) / table.height
+    loading = loader_rows(trace, start, end, step_ns)
     cpu_ts = trace.cpu["ts"].to_numpy()
     cpu_end = cpu_ts + np.maximum(trace.cpu["dur"].to_numpy(), 1)
     cpu_thread = trace.cpu["thread"].to_numpy()
@@ -100,7 +101,8 @@ def build_graph(a: Analysis) -> Graph:
     threads = np.unique(cpu_thread[np.concatenate([launching, waiting, loading])])
     if main is not None and main not in threads:
         threads = np.append(threads, main)
-    handoffs = find_handoffs(trace, threads, start, end, loading)
+    loader_calls = loader_rows(trace, start, end, step_ns, ready=True)
+    handoffs = find_handoffs(trace, threads, start, end, loader_calls)
     for thread_id, times in (
         (handoffs.waiter, handoffs.wait_start),
         (handoffs.worker, handoffs.work_start),

@@ -92,13 +92,17 @@ def wait_rows(trace: Trace, start: int, end: int) -> Array:
     return rows[(ts >= start) & (ts < end)]
 
 
-def loader_rows(trace: Trace, start: int, end: int, step_ns: float) -> Array:
+def loader_rows(
+    trace: Trace, start: int, end: int, step_ns: float, *, ready: bool = False
+) -> Array:
     """Return the rows of ``trace.cpu`` that ask for the next batch in [start, end). Without workers
-    the call is the loading itself; with workers, only long calls, which waited for them, count.
-    ``step_ns``: mean step time."""
+    the call is the loading itself; with workers, only long calls, which waited for them, count,
+    unless ``ready``. ``step_ns``: mean step time."""
     cpu = trace.cpu
-    starved = (_long_wait(trace, step_ns) | ~name_matches(cpu["name"], WORKERS)).to_numpy()
-    rows = np.flatnonzero(name_matches(cpu["name"], LOADER).to_numpy() & starved)
+    is_loader = name_matches(cpu["name"], LOADER)
+    if not ready:
+        is_loader &= _long_wait(trace, step_ns) | ~name_matches(cpu["name"], WORKERS)
+    rows = np.flatnonzero(is_loader.to_numpy())
     ts = cpu["ts"].to_numpy()[rows]
     return rows[(ts >= start) & (ts < end)]
 

@@ -46,9 +46,7 @@ def remove(edits: GraphEdits, edit: Edit, factor: float | None) -> None:
             edits.shrink_host(edits.selected.host_time(host), 0.0)
     else:
         edits.shrink_host(edits.selected.host_time(edit.select), 0.0)
-        if edit.select.on == "gap":
-            edits.shorten_waits(edits.selected.device_waits(edit.select), 0.0)
-        elif edit.select.on == "host":
+        if edit.select.on == "host":
             edits.unblocked[edits.selected.wait_ends(edit.select)] = True
 
 
@@ -62,8 +60,6 @@ def scale(edits: GraphEdits, edit: Edit, factor: float | None) -> None:
             edits.shrink_host(edits.selected.host_time(host), factor)
     else:
         edits.shrink_host(edits.selected.host_time(edit.select), factor)
-        if edit.select.on == "gap":
-            edits.shorten_waits(edits.selected.device_waits(edit.select), factor)
 
 
 def roofline(edits: GraphEdits, edit: Edit, factor: float | None) -> None:

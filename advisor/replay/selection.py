@@ -344,24 +344,14 @@ class Selection:
                 np.tile(away.end - away.start, count),
             )
         if select.on == "gap":
-            gaps = self.a.gaps.filter(selected_gaps(self.a, select))
-            gaps = gaps.filter(pl.col("cause") != "device")  # see device_waits()
+            rows = np.flatnonzero(selected_gaps(self.a, select))
+            gaps = self.a.gaps[rows]
             return self.thread_intervals(
                 gaps["thread"].fill_null(-1).to_numpy(),
                 gaps["ts"].to_numpy(),
                 gaps["dur"].to_numpy(),
             )
         return self.thread_intervals(*host_spans(self.a, select))
-
-    def device_waits(self, select: Select) -> tuple[Array, Array]:
-        """Return the device nodes at which selected waits for another device end, and the length of
-        each wait, ns."""
-        gaps = self.a.gaps.filter(selected_gaps(self.a, select)).filter(pl.col("cause") == "device")
-        length = np.zeros(self.a.trace.gpu.height)
-        np.add.at(length, gaps["next"].fill_null(0).to_numpy(), gaps["dur"].to_numpy())
-        device = self.graph.device
-        nodes = device[length[self.graph.row[device]] > 0]
-        return nodes, length[self.graph.row[nodes]]
 
     def thread_intervals(self, thread: Array, ts: Array, dur: Array) -> dict[int, Intervals]:
         """Return the intervals of each thread inside the window, ns from its start."""

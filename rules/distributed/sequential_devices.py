@@ -1,15 +1,16 @@
 """The devices of one process take turns: a model is split over them, and one batch is under way."""
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, Select
+from advisor.core.finding import Finding, Impact, Outcomes
 from advisor.core.intervals import Intervals, intersect, union, union_of
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, GPIPE, SILENT_TRACES
-from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
+from advisor.rules.support.common import amount_per_step, costliest_places, of_step
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -19,8 +20,8 @@ class SequentialDevices(Rule):
     Transformers. While one device works, the others wait.
 
     The rule compares the busy times of the devices. It is silent if they work at the same time, as
-    with data parallelism, or if the devices have one process each. The wait is idle time before
-    work that was launched, and that waited for an event of another device.
+    with data parallelism, or if the devices have one process each. The wait is idle time of a
+    device in which another works.
 
     A pipeline cuts the batch into micro-batches, and all devices work at once. Of the wait, the
     part for the first micro-batch is left: one in ``micro_batches``. Where the model fits on one
@@ -86,21 +87,20 @@ class SequentialDevices(Rule):
         shared = _shared_time(list(busy.values())) / union_of(*busy.values()).total
         if shared > self.max_shared:
             return
-        waits = a.gaps.filter(a.gaps["cause"] == "device")
-        wait_ns = int(waits["dur"].sum())
+        others = union_of(*(i for d, i in busy.items() if d != a.device_id))
+        wait_ns = intersect(a.breakdown.idle, others).total
         share = wait_ns / a.span_ns
         if share < self.min_share:
             return
-        rows: NDArray[np.int64] = waits["host"].drop_nulls().unique().to_numpy().astype(np.int64)
-        ops = a.trace.cpu["parent"].gather(rows).fill_null(-1).to_numpy().astype(np.int64)
-        best, expected, worst = (
-            1 / n for n in (self.max_micro_batches, self.micro_batches, self.min_micro_batches)
-        )
         shares = ", ".join(f"{i.total / a.span_ns:.0%} of GPU {d}" for d, i in sorted(busy.items()))
+        saved_ns, low_ns, high_ns = (
+            round(wait_ns / a.step_count * (1 - 1 / n))
+            for n in (self.micro_batches, self.min_micro_batches, self.max_micro_batches)
+        )
         yield Finding(
             summary=(
-                f"GPU {a.device_id} waits for another GPU for {of_step(a, wait_ns)}: the model is "
-                f"split over {len(busy)} GPUs that take turns. Busy are {shares}."
+                f"GPU {a.device_id} waits while another works for {of_step(a, wait_ns)}: the model "
+                f"is split over {len(busy)} GPUs that take turns. Busy are {shares}."
             ),
             evidence=[
                 Evidence("GPUs with work", len(busy), "count"),
@@ -112,8 +112,17 @@ class SequentialDevices(Rule):
                     t.format_duration(sum(i.total for i in busy.values()) / a.step_count),
                 ),
             ],
-            where=costliest_places(a, np.where(ops >= 0, ops, rows)),
-            edits=[scale_edit(Select(on="gap", cause=("device",)), expected, best, worst)],
+            where=costliest_places(a, _find_crossing_operators(a)),
+            impact=Impact(
+                currency="step_time",
+                gain_ns=saved_ns,
+                low_ns=low_ns,
+                high_ns=high_ns,
+                share=saved_ns / a.step_ns,
+                method="idle time while another GPU works",
+                kind="recorded",
+                per=a.per,
+            ),
         )
 
     @staticmethod
@@ -134,6 +143,14 @@ def _busy_by_device(a: Analysis) -> dict[int, Intervals]:
         busy = union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
         result[int(device)] = intersect(busy, a.spans)
     return result
+
+
+def _find_crossing_operators(a: Analysis) -> NDArray[np.int64]:
+    """Return the operators that wait for another device, or else the waiting calls."""
+    waits = a.gaps.filter(pl.col("cause") == "device")["host"].drop_nulls().unique()
+    rows = waits.to_numpy().astype(np.int64)
+    ops = a.trace.cpu["parent"].gather(rows).fill_null(-1).to_numpy().astype(np.int64)
+    return np.where(ops >= 0, ops, rows)
 
 
 def _shared_time(busy: list[Intervals]) -> int:

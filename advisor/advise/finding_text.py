@@ -538,7 +538,7 @@ def _explain_order(finding: Finding, report: Report) -> list[str]:
     largest_gain = t.format_duration(gain(largest))
     if gain(largest) <= gain(finding) or largest_gain == t.format_duration(gain(finding)):
         return []
-    why = "its fix is the smaller change, and leaves less to the other"
+    why = "it is the smaller change: make it first, then measure again"
     drops_launches = any(edit.op == "drop_launch" for edit in largest.edits)
     marginal_gain = finding.marginal_gain_ns if priority > 1 else None
     if (marginal_gain or 0) >= (largest.marginal_gain_ns or 0) and marginal_gain is not None:

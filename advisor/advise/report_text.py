@@ -192,10 +192,8 @@ def compare_window_with_run(report: Report) -> list[str]:
     around, nearby_difference = t.format_duration(nearby), nearby / step.reference_ns - 1
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
         parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
-        profiled = None if report.recorded is None else report.recorded.profiled_median_ns
         if step.atypical or abs(nearby_difference) >= EQUAL_STEP_SHARE:
-            medians = "" if profiled is None else f": {t.format_duration(profiled)} (median)"
-            parts[0] += f" to the {around} of the steps around them{medians}"
+            parts[0] += f" to the {around} of the steps around them"
     elif step.nearby_ns is None or (report.scope.steps_used == 1 and not step.atypical):
         parts = [longer]
     elif step.atypical or nearby_difference / step.window_excess >= MIN_SAME_CAUSE_SHARE:

@@ -122,7 +122,7 @@ class _Reasons:
                 return f"{explain_note(note)} (note '{note.title}')"
         for finding in self.fired:
             if self._rule_looks(finding, kind):
-                return f"in the replay a fix gains too little ('{finding.title}')"
+                return f"its fix gains too little: '{finding.title}'"
         rules = [rule for rule in self.rules if kind in rule.looks_at]
         texts = (rule.fill_thresholds((rule.looks_at[kind],))[0] for rule in rules)
         result = "; ".join(dict.fromkeys(texts)) or REASONS.get(kind, NO_RULE)

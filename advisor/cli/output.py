@@ -28,7 +28,7 @@ PIPED_WIDTH, MAX_WIDTH = 80, 120
 """Width of a report without a terminal, and maximum width, in columns."""
 
 _ASCII: dict[int, int | str] = {
-    **str.maketrans("█▓▒▚░╱╲┄∙╳◇□◌≡‡┆┈▪◈▞─│µ×–—−·…≈", "#=+%./\\-:xcmost!_*Mw-|ux----~~"),
+    **str.maketrans("█▓▒▚░╱╲┄∙╳◇□◌≡≣‡┆┈▪◈▞─│µ×–—−·…≈", "#=+%./\\-:xcmosgt!_*Mw-|ux----~~"),
     ord("≥"): ">=",
     ord("≤"): "<=",
     ord("→"): "->",

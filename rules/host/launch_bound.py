@@ -130,8 +130,8 @@ class LaunchBound(Rule):
     alternatives = "launches"
     looks_at = dict.fromkeys(
         ("dispatch", "launch", "python"),
-        "fewer launches are advised from {min_share:.0%} of the time and {min_launches} launches "
-        "on, if the GPU is at most {max_busy:.0%} busy",
+        "too little for fewer launches, which pay from {min_share:.0%} of the time on, with the "
+        "GPU at most {max_busy:.0%} busy and {min_launches} launches or more",
     )
 
     fix = (

@@ -438,7 +438,7 @@ class HostReads(Rule):
         0.05, "of the step, both host waiting and GPU idle; as for the loader", TENSORBOARD
     )
     looks_at: ClassVar[Mapping[str, str]] = {
-        "DtoH": "a fix is advised where reads hold up the GPU for {min_share:.0%} of the time"
+        "DtoH": "reads hold up the GPU for less than {min_share:.0%} of the time"
     }
     max_value_us = Threshold(100, "µs of copying: a shorter copy reads a value", TRIED_ON_TRACES)
     max_copy_share = Threshold(

@@ -63,7 +63,7 @@ class DeviceCopies(Rule):
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
     looks_at: ClassVar[Mapping[str, str]] = {
-        "DtoD": "a fix is advised from {min_share:.0%} of the time on"
+        "DtoD": "too little for a fix, which pays from {min_share:.0%} of the time on"
     }
 
     verify = "Profile again: fewer 'Memcpy DtoD' rows, and less time in them."
@@ -241,8 +241,8 @@ class CopiesNotOverlapped(Rule):
         0.5, "of the copy time is hidden: the copies count as overlapped", TRIED_ON_TRACES
     )
     looks_at: ClassVar[Mapping[str, str]] = {
-        "HtoD": "a fix is advised from {min_share:.0%} of the time on, if compute hides less "
-        "than {max_overlap:.0%} of it"
+        "HtoD": "compute hides {max_overlap:.0%} of such copies, or the rest is under "
+        "{min_share:.0%} of the time"
     }
 
     fix = (

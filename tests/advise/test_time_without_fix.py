@@ -60,7 +60,7 @@ def test_exposed_copies_are_distinguished_by_direction(shared_trace: Trace) -> N
     assert part.ns == next(each.ns for each in report.time if each.name == "copies")
     assert part.why == (
         "15.1 ms to the CPU belong to fix 1; "
-        "13.4 ms within the GPU (a fix is advised from 5% of the time on)"
+        "13.4 ms within the GPU (too little for a fix, which pays from 5% of the time on)"
     )
 
 

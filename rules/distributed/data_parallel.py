@@ -50,7 +50,7 @@ class DataParallel(Rule):
         'rank = int(os.environ["LOCAL_RANK"])\n'
         "torch.cuda.set_device(rank)\n"
         "model = DistributedDataParallel(model.to(rank), device_ids=[rank])\n"
-        "loader = DataLoader(dataset, sampler=DistributedSampler(dataset), ...)"
+        "loader = DataLoader(..., sampler=DistributedSampler(dataset))"
     )
     verify = "Profile again, one trace per rank: no DataParallel.forward, gradients overlap."
     falsified_by = "DistributedDataParallel on the same devices that is no faster"

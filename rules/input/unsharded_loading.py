@@ -69,9 +69,9 @@ class UnshardedLoading(Rule):
         "or every N-th index in a sampler of your own. The ranks train on the same samples as now."
     )
     code = (
-        "sampler = DistributedSampler(dataset)\n"
-        "loader = DataLoader(dataset, batch_size=batch_size // world_size,\n"
-        "                    sampler=sampler, ...)  # keep your other arguments\n"
+        "sampler = DistributedSampler(dataset)  # set_epoch(epoch) in each epoch\n"
+        "loader = DataLoader(dataset, sampler=sampler,  # and your other arguments\n"
+        "                    batch_size=batch_size // world_size)\n"
         "# in a batch sampler of your own:\n"
         "#     yield indices[rank::world_size]\n"
         "# and no batch[rank::world_size] in the loop"

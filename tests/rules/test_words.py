@@ -185,3 +185,11 @@ def test_fix_text_starts_with_an_action(rule: Rule) -> None:
         *fixes_in(rule.framework_advice),
     ]
     assert [text for text in texts if NO_ACTION.match(text)] == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
+def test_calls_in_code_have_their_dots_first(rule: Rule) -> None:
+    """``f(...,  x=1)`` can be completed in place; ``f(x=1, ...)`` is no Python."""
+    for name, code in texts_of_rule(rule):
+        if "code" in name:
+            assert not re.search(r"\(\w[^()]*\w+=[^()]*, \.\.\.\)", code), (name, code)

@@ -79,6 +79,7 @@ class CudaGraphsUnused(Rule):
     falsified_by = "an error during capture, which names the operation that it does not allow"
     assumptions = ("inputs have the same shape in every step", "no host code runs in between")
     confidence = 0.7
+    sampled_part = "forward"
     alternatives = "launches"
 
     fix = (

@@ -185,6 +185,7 @@ class LaunchBound(Rule):
     }
 
     confidence = 0.85
+    sampled_part = "forward"
 
     inference = {
         "cases": {

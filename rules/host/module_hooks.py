@@ -6,7 +6,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import hottest_line, stacks_in_hooks
+from advisor.measure.host.stacks import STEP_EVENT, hottest_line, stacks_in_hooks
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import impact_per_step, recorded_steps, steps_seen
 from advisor.testing import Examples, TraceBuilder
@@ -18,7 +18,8 @@ class ModuleHooks(Rule):
     and at every layer. What they compute and read is part of the forward or the backward pass.
 
     Sampled Python stacks show them: PyTorch calls such a function at the end of a module's
-    ``forward``, or from the engine of the backward pass. The estimate is its share of the samples
+    ``forward``, or from the engine of the backward pass. Callbacks that Lightning or Transformers
+    call in each step are found too. The estimate is its share of the samples
     times the mean step. If a GPU trains, that time may be hidden behind the device's work, and
     other rules check what waits."""
 
@@ -45,6 +46,25 @@ class ModuleHooks(Rule):
         "    if step % 100 == 0:       # not in every step\n"
         "        stats[module].append(output.detach().mean())   # .item() later"
     )
+    cases = {
+        "callback": {
+            "title": "A callback takes much of each step",
+            "fix": "Compute in the callback only every N steps, as often as its values are kept. "
+            "Keep results as tensors and read them together, not with .item() one by one.",
+            "code": "def on_before_optimizer_step(self, trainer, module, optimizer):\n"
+            "    if trainer.global_step % 50:  # Transformers: state.global_step\n"
+            "        return                    # nobody keeps the values of this step",
+            "assumptions": ("the callback only observes: training does not need it",),
+        }
+    }
+    inference = {
+        "cases": {
+            "callback": {
+                "code": "if step % 50:\n    return      # nobody keeps the values of this step",
+                "assumptions": ("the callback only observes: nothing else needs it",),
+            }
+        }
+    }
     verify = "Record again: fewer sampled stacks are in the hook, and the step is shorter."
     falsified_by = "the same step time without the hooks"
     assumptions = ("the hooks only observe: the model's results do not need them",)
@@ -61,10 +81,13 @@ class ModuleHooks(Rule):
         if not hooks or share < self.min_share or samples < self.min_samples:
             return
         line, spent = hottest_line(hooks), share * mean
+        function = "" if line is None else line.location.function or ""
+        is_callback = STEP_EVENT.search(function) is not None
         yield Finding(
             summary=(
-                f"{share:.0%} of the sampled Python stacks are in hooks: "
-                f"{t.format_duration(spent)} of each step on average."
+                f"{share:.0%} of the sampled Python stacks are in "
+                f"{function if is_callback else 'hooks'}: {t.format_duration(spent)} of each step "
+                "on average."
             ),
             evidence=[
                 Evidence("time in hooks", spent, "ns", per="step"),
@@ -80,6 +103,7 @@ class ModuleHooks(Rule):
                 high=spent,
                 method="share of the sampled stacks, of the mean step",
             ),
+            **(self.case("callback") if is_callback else {}),
         )
 
     @staticmethod
@@ -90,6 +114,11 @@ class ModuleHooks(Rule):
                 [_CALL, f"{_MODULE}: Module._call_impl.inner", _HOOK]
             ),
             "a hook of a gradient": _build_run([*engine, _HOOK]),
+            "a callback of Lightning": _build_run([_LIGHTNING, _CALLBACK]),
+            "a callback after an epoch": (
+                _build_run([_LIGHTNING, "train.py(9): Watch.on_train_epoch_end"]),
+                "not hooks",
+            ),
             "a model's own function": (
                 _build_run([_CALL, "model.py(9): Net.forward", "model.py(20): attend"]),
                 "not hooks",
@@ -112,6 +141,8 @@ _MODULE = "torch/nn/modules/module.py(1845)"
 _GRAPH = "torch/autograd/graph.py(979)"
 _CALL = f"{_MODULE}: Module._call_impl"
 _HOOK = "train.py(7): watch.hook"
+_LIGHTNING = "lightning/pytorch/trainer/call.py(228): _call_callback_hooks"
+_CALLBACK = "train.py(9): Watch.on_before_optimizer_step"
 
 
 def _build_run(frames: list[str], samples: int = 30) -> TraceBuilder:

@@ -1,7 +1,7 @@
 """Steps that take much longer because the loop writes a checkpoint or a log in them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,7 @@ from advisor.core.intervals import covered_length, union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.stacks import hottest_line, share_in
+from advisor.measure.host.stacks import SampledStack, hottest_line, share_in
 from advisor.measure.steps.periodic import find_periodic_work
 from advisor.measure.steps.steps import longest_usual_step
 from advisor.rules.support.citations import (
@@ -65,7 +65,19 @@ class SavingRule(Rule):
             "state = {'model': model.state_dict()}   # and what else you save now\n"
             "future = dcp.async_save(state, checkpoint_id=path)\n"
             "# before the next save: future.result()",
-        }
+        },
+        "Lightning": {
+            "fix": "Save less often, and the weights alone where nothing resumes from them.",
+            "code": "checkpoints = ModelCheckpoint(every_n_train_steps=500, save_top_k=1,\n"
+            "                              save_weights_only=True)",
+            "assumptions": ("a crash may cost the steps since the last checkpoint",),
+        },
+        "Transformers": {
+            "fix": "Save less often, and the weights alone where nothing resumes from them.",
+            "code": "args = TrainingArguments(..., save_steps=500, save_total_limit=1,\n"
+            "                         save_only_model=True)",
+            "assumptions": ("a crash may cost the steps since the last checkpoint",),
+        },
     }
 
     inference: ClassVar[Mapping[str, Any]] = {
@@ -219,7 +231,21 @@ class SavingTime(SavingRule):
             samples = sum(stack.samples for stack in saving)
             if share < self.min_share or samples < self.min_samples:
                 continue
-            line, spent = hottest_line(saving), min(share * mean, loop_ns)
+            line, spent = hottest_line(saving), min(share * (mean + outside), loop_ns)
+            method = "share of the sampled stacks, of the mean step"
+            impact = impact_per_step(
+                a, spent, low=self.min_gain_share * spent, method=method, outside=outside
+            )
+            if outside > 0.5 * loop_ns:  # the steps' times do not include it
+                lost_ns = spent * int(recorded.used.sum())
+                error = 1.28 * ((1 - share) / samples) ** 0.5  # of the samples' share
+                impact = impact_over_run(
+                    lost_ns,
+                    low=self.min_gain_share * lost_ns,
+                    high=(1 + error) * lost_ns,
+                    method=method,
+                    total=recorded.after_first_ns,
+                )
             yield Finding(
                 summary=(
                     f"The training thread is stopped for {share:.0%} of the run, because {cause} "
@@ -234,14 +260,8 @@ class SavingTime(SavingRule):
                     steps_seen(recorded),
                 ],
                 where=[] if line is None else [line.location],
-                impact=impact_per_step(
-                    a,
-                    spent,
-                    low=self.min_gain_share * spent,
-                    method="share of the sampled stacks, of the mean step",
-                    outside=outside,
-                ),
-                **(self.case("saving") if cause.startswith("a checkpoint") else {}),
+                impact=impact,
+                **(self.case(_choose_case(saving)) if cause.startswith("a checkpoint") else {}),
             )
 
     @staticmethod
@@ -253,6 +273,17 @@ class SavingTime(SavingRule):
             "in every step": (_build_saving(every=1), "usual_ns >= LOOP_SHARE * median"),
             "not sampled": (_build_saving(every=4, samples=0), "share < self.min_share"),
         }
+
+
+def _choose_case(stacks: Sequence[SampledStack]) -> str:
+    """Return the case of the framework whose loop saves."""
+    for name, pattern in (
+        ("Lightning", r"^(?:lightning|pytorch_lightning)/.*model_checkpoint\.py"),
+        ("Transformers", r"^transformers/trainer\.py"),
+    ):
+        if share_in(stacks, pattern)[0] > 0.5:
+            return name
+    return "saving"
 
 
 def _build_saving(*, every: int, samples: int = 100) -> TraceBuilder:

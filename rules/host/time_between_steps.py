@@ -38,6 +38,12 @@ class TimeBetweenSteps(Rule):
     min_share = Threshold(0.30, "of the time in and between steps", CHOSEN)
     min_steps = Threshold(20, "steps; fewer do not show how often it happens", CHOSEN)
     saved_share = Factor(0.5, "of that time, by evaluating half as often", CHOSEN)
+    min_collecting_share = Threshold(
+        0.2, "of the time between steps, in appending outputs: then this is the cause", CHOSEN
+    )
+    most_saved = Factor(
+        1.5, "times that time: the outputs are also made in 32 bits and moved", CHOSEN
+    )
     min_paused_share = Threshold(
         0.5, "of the steps follow a pause; evaluation is less frequent", CHOSEN
     )
@@ -74,6 +80,16 @@ class TimeBetweenSteps(Rule):
             "observations, rewards, *_ = envs.step(actions.cpu().numpy())",
             "assumptions": ("the policy is called for single environments, or they wait for it",),
         },
+        "collected": {
+            "title": "Evaluation collects the logits of all batches",
+            "fix": "Reduce the logits after each batch of an evaluation, before the Trainer "
+            "appends them to those of all others. Where no metric needs them, set "
+            "prediction_loss_only=True.",
+            "code": "def reduce_logits(logits, labels):\n"
+            "    return logits.argmax(dim=-1)      # what compute_metrics needs\n"
+            "trainer = Trainer(..., preprocess_logits_for_metrics=reduce_logits)",
+            "assumptions": ("the metrics do not need whole logits",),
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -88,6 +104,13 @@ class TimeBetweenSteps(Rule):
             return
         pauses = sum(step.evaluation > 0 for step in recorded.steps if step.n)
         before_most_steps = pauses >= self.min_paused_share * steps
+        share, collecting = stacks.share_in(recorded.stacks, _COLLECTS)
+        if (
+            share * run_ns > self.min_collecting_share * outside
+            and sum(stack.samples for stack in collecting) >= stacks.MIN_SAMPLES
+        ):
+            yield self._report_collecting(a, share, outside)
+            return
         place = _find_rollout(recorded.stacks)
         case = "rollouts" if place is not None else "before each step" if before_most_steps else ""
         purpose = "rollouts" if place is not None else "evaluation, checkpoints and similar work"
@@ -110,16 +133,51 @@ class TimeBetweenSteps(Rule):
             **(self.case(case) if case else {}),
         )
 
+    def _report_collecting(self, a: Analysis, share: float, outside: float) -> Finding:
+        """Build the finding on an evaluation that appends each batch's logits to a growing tensor.
+        ``share``: of the sampled stacks. ``outside``: time between steps, ns."""
+        recorded = recorded_steps(a)
+        spent = min(share * recorded.after_first_ns, outside)
+        return Finding(
+            summary=(
+                f"Between the training steps, {t.format_duration(spent)} of the run "
+                f"({share:.0%} of the sampled stacks) append each batch's outputs to those of all "
+                "batches before it."
+            ),
+            evidence=[
+                Evidence("time in appending outputs", spent, "ns"),
+                Evidence("time between steps", outside, "ns"),
+                self.compare("appending, share of it", spent / outside, "min_collecting_share"),
+                steps_seen(recorded),
+            ],
+            impact=impact_over_run(
+                spent,
+                low=self.saved_share * spent,
+                high=min(self.most_saved * spent, outside),
+                method="share of the sampled stacks, of the run",
+                total=recorded.after_first_ns,
+            ),
+            confidence=0.8,
+            **self.case("collected"),
+        )
+
     @staticmethod
     def examples() -> Examples:
         return {
             "evaluation every ten steps": _build_run(every=10, ms=400),
             "rollouts every ten steps": _build_run(every=10, ms=400, rollouts=True),
             "a rollout before each step": _build_run(every=1, ms=12),
+            "an evaluation that collects logits": _build_run(every=10, ms=400, collects=True),
             "a short evaluation": (_build_run(every=20, ms=40), "min_share"),
             "a few steps": (_build_run(every=3, ms=400, steps=12), "min_steps"),
         }
 
+
+_COLLECTS = (
+    r"^transformers/trainer_pt_utils\.py\(\d+\): (?:EvalLoopContainer\.add|nested_concat"
+    r"|nested_numpify|torch_pad_and_concatenate)$"
+)
+"""Frames of Transformers that append a batch's outputs to those of the evaluation."""
 
 _ROLLOUT = re.compile(
     r"(?i)(?:gym(?:nasium)?|pettingzoo|envpool|stable_baselines3|torchrl)/"
@@ -144,7 +202,9 @@ def _find_rollout(samples: Sequence[SampledStack]) -> Location | None:
     return frame.location
 
 
-def _build_run(*, every: int, ms: float, steps: int = 80, rollouts: bool = False) -> TraceBuilder:
+def _build_run(
+    *, every: int, ms: float, steps: int = 80, rollouts: bool = False, collects: bool = False
+) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run()
     if rollouts:
@@ -153,6 +213,10 @@ def _build_run(*, every: int, ms: float, steps: int = 80, rollouts: bool = False
             frames=["train.py(90): main", "train.py(40): rollout", "train.py(31): act"],
             stacks=[[20, [0, 1, 2]]],
         )
+    if collects:
+        add = "transformers/trainer_pt_utils.py(376): EvalLoopContainer.add"
+        frames = ["train.py(90): main", "transformers/trainer.py(2863): Trainer.evaluate", add]
+        r.event("stacks", frames=frames, stacks=[[40, [0, 1]], [40, [0, 1, 2]]])
     for n in range(steps):
         r.step(10, forward=3, backward=6, evaluation=ms if n and n % every == 0 else 0)
     return b

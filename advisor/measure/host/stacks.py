@@ -356,6 +356,12 @@ _CALLS_HOOKS = re.compile(
     r"^torch/(?:nn/modules/module\.py\(\d+\): (?:Module\.)?_call_impl(?:\.(?:<locals>\.)?inner)?"
     r"|utils/hooks\.py\(\d+\): .*|autograd/graph\.py\(\d+\): _engine_run_backward)$"
 )
+_CALLS_CALLBACKS = re.compile(
+    r"^(?:lightning/pytorch|pytorch_lightning)/trainer/call\.py\(\d+\): _call_callback_hooks$"
+    r"|^transformers/trainer_callback\.py\(\d+\): (?:CallbackHandler\.)?call_event$"
+)
+STEP_EVENT = re.compile(r"^(?:\w+\.)*on_(?:train_batch_\w+|before_\w+|after_backward|\w*step\w*)$")
+"""Methods of a callback that a framework's loop calls in each step."""
 
 
 _AFFIXES = re.compile(r"^_+|^_?(?:fft|linalg|special)_(?=[a-z])|(?:_impl)?[\d_]*$")
@@ -585,7 +591,8 @@ def innermost_library(a: Analysis, rows: Rows, weight: NDArray[np.int64]) -> str
 
 def stacks_in_hooks(stacks: Sequence[SampledStack]) -> list[SampledStack]:
     """Return the stacks in a hook, which PyTorch calls when a module's ``forward`` ends, or from
-    the engine of the backward pass. A decorator of ``forward``, which calls it, is not a hook."""
+    the engine of the backward pass, and in the user's callbacks of each step. A decorator of
+    ``forward``, which calls it, is not a hook."""
     calls = [list(_find_hook_calls(stack)) for stack in stacks]
     decorators = {
         (frame.file, frame.function)
@@ -608,7 +615,10 @@ def _find_hook_calls(stack: SampledStack) -> Iterator[tuple[Frame, list[Frame]]]
         function = frames[index]
         if function is None or name.startswith("torch/") or _is_forward([function]):
             continue
-        if _CALLS_HOOKS.search(caller):
+        if _CALLS_CALLBACKS.search(caller):
+            if frame_rank(name) == 2 and STEP_EVENT.search(function.function):
+                yield function, []
+        elif _CALLS_HOOKS.search(caller):
             inner = takewhile(
                 lambda position: not _CALLS_HOOKS.search(stack.frames[position]),
                 range(index, len(frames)),

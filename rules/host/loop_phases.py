@@ -108,10 +108,11 @@ class LoopPhases(LoopRule):
         **LoopRule.inference,
         "title": "Code outside the model takes much of the step",
         "cases": {
+            **LoopRule.inference["cases"],
             "unknown": {
                 "fix": f"{_LOCATE} {LoopRule.inference['fix']}",
                 "code": "advisor record --deep serve.py",
-            }
+            },
         },
     }
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {

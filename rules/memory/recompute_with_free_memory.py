@@ -2,11 +2,12 @@
 
 import numpy as np
 
-from advisor.core.finding import Finding, Location, Outcomes, Select, SkippedCheck
+from advisor.core.finding import Edit, Finding, Location, Outcomes, Select, SkippedCheck
 from advisor.core.intervals import covered_length, intersect
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.measure.memory.trace_memory import REENTRANT, find_recompute, measure_held
 from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import CHECKPOINT, TRIED_ON_TRACES, public_traces
@@ -15,6 +16,7 @@ from advisor.rules.support.common import (
     amount_per_step,
     locate_row,
     of_each_step,
+    of_step,
     remove_at,
     runs_code_of,
     scale_edit,
@@ -38,7 +40,7 @@ class RecomputeWithFreeMemory(Rule):
     of their launches. The hooks that pack and unpack each saved tensor in Python are not recorded;
     the high end includes all idle time of Python. The rule shows how much memory is free, not how
     much the activations need. Turn checkpointing off for some blocks, look at the peak, and
-    continue."""
+    continue. On a CPU the free memory is not recorded, and recomputation is reported without it."""
 
     id = "recompute-with-free-memory"
     title = "Activation checkpointing recomputes although memory is free"
@@ -91,7 +93,13 @@ class RecomputeWithFreeMemory(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        if a.device_id is None or not a.breakdown.compute.total:
+        if a.device_id is None:
+            share = intersect(a.recompute_time, a.spans).total / max(1, a.span_ns)
+            if not a.trains_on_host or share < self.min_share:
+                return
+            yield self._report_host(a, share)
+            return
+        if not a.breakdown.compute.total:
             return
         training = name_matches(a.trace.cpu["name"], BACKWARD_NODES).any()
         if not training:
@@ -144,6 +152,22 @@ class RecomputeWithFreeMemory(Rule):
             **(self.case("transformers' own blocks") if runs_code_of(a, TRANSFORMERS) else {}),
         )
 
+    def _report_host(self, a: Analysis, share: float) -> Finding:
+        """Report recomputation of a training on the CPU, whose free memory is not recorded."""
+        recomputed = share * a.span_ns
+        return Finding(
+            **{"title": "Activation checkpointing recomputes the forward pass"}
+            | (self.case("transformers' own blocks") if runs_code_of(a, TRANSFORMERS) else {}),
+            summary=f"Recomputing activations takes {of_step(a, recomputed)}.",
+            evidence=[
+                self.compare("recomputation, share", share, "min_share", per=a.per),
+                amount_per_step(a, "recomputation", recomputed),
+            ],
+            where=self._locate_checkpoint(a),
+            edits=[Edit(op="remove", select=Select(on="host", at="recompute"))],
+            verify="Record again: the step is shorter, and the host's memory is not full.",
+        )
+
     def _locate_checkpoint(self, a: Analysis) -> list[Location]:
         """Find the user's line that calls ``checkpoint``."""
         cpu = a.trace.cpu
@@ -166,6 +190,8 @@ class RecomputeWithFreeMemory(Rule):
         return {
             "use_reentrant=False": _build_step(40_000_000_000),
             "use_reentrant=True": _build_step(40_000_000_000, reentrant=True),
+            "on a CPU": _build_host_step(10),
+            "a short block on a CPU": (_build_host_step(1), "share < self.min_share"),
             "memory is full": (_build_step(78_000_000_000), "max_reserved"),
             "memory is not recorded": (_build_step(None), "reserved is None"),
             "use_reentrant=False, without stacks": _build_step_without_stacks(),
@@ -224,5 +250,17 @@ def _build_step_without_stacks() -> TraceBuilder:
             node(recomputes=True)
             for _ in range(3):
                 node(recomputes=False)
+        b.sync()
+    return b
+
+
+def _build_host_step(ms: float) -> TraceBuilder:
+    b = TraceBuilder(None)
+    shapes, node = [[64, 64], [64, 64]], f"{NODE_PREFIX}CheckpointFunctionBackward"
+    for _ in b.steps():
+        b.on_host("aten::linear", 20_000, shapes)
+        with b.op(node), b.op("CheckpointFunctionBackward"):
+            b.on_host("aten::linear", 1000 * ms, shapes)
+            b.on_host(f"{NODE_PREFIX}AddmmBackward0", 20_000)
         b.sync()
     return b

@@ -49,6 +49,17 @@ class LoopRule(Rule):
         "assumptions": (
             "the result can be kept, computed on whole arrays, or made while the model runs",
         ),
+        "cases": {
+            "many operators": {
+                "fix": "Work on the whole batch, without a Python loop over rows and elements: "
+                "topk, gather, scatter_add, bincount, masks. Read results once, with .tolist() "
+                "after the loop.",
+                "code": "# counts of each row's tokens, without a loop\n"
+                "counts = torch.zeros_like(scores)\n"
+                "counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=scores.dtype))\n"
+                "scores -= alpha * counts",
+            }
+        },
     }
     verify = "Record again: the step is shorter by this code's time."
     falsified_by = "the same step time without this code"

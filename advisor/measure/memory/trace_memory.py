@@ -254,7 +254,7 @@ def _find_unpacked(a: Analysis) -> NDArray[np.int64]:
 
 def recompute_time(a: Analysis) -> Intervals:
     """Find host time of recomputation, without the backward pass that runs inside it."""
-    if a.trace.cpu.is_empty() or a.device_id is None:
+    if a.trace.cpu.is_empty():
         return EMPTY
     cpu, parent = a.trace.cpu, parent_rows(a.trace)
     is_recomputing = _find_recomputing(a)

@@ -117,8 +117,11 @@ def clock_anchors() -> tuple[int, int]:
 
 
 def command_line() -> list[str]:
-    """Return the command as it was typed, as far as the interpreter knows it."""
+    """Return the command as it was typed, as far as the interpreter knows it. A process that
+    ``multiprocessing`` spawned has its parent's arguments."""
     words = list(getattr(sys, "orig_argv", None) or [sys.executable, *sys.argv])
+    if "--multiprocessing-fork" in words:
+        words = [sys.executable, *sys.argv]
     if words:
         words[0] = Path(words[0]).name
     return words

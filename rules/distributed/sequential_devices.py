@@ -45,8 +45,8 @@ class SequentialDevices(Rule):
     )
     min_share = Threshold(0.1, "of the step, waiting for another device", CHOSEN)
     micro_batches = Factor(4, "micro-batches of the pipeline, expected", GPIPE)
-    min_micro_batches = Factor(2, "micro-batches, the least gain", GPIPE)
-    max_micro_batches = Factor(16, "micro-batches, the largest gain", GPIPE)
+    worst_micro_batches = Factor(2, "micro-batches, the least gain", GPIPE)
+    best_micro_batches = Factor(16, "micro-batches, the largest gain", GPIPE)
 
     fix = (
         "Start one process per GPU, each with its share of the data: with "
@@ -95,7 +95,7 @@ class SequentialDevices(Rule):
         shares = ", ".join(f"{i.total / a.span_ns:.0%} of GPU {d}" for d, i in sorted(busy.items()))
         saved_ns, low_ns, high_ns = (
             round(wait_ns / a.step_count * (1 - 1 / n))
-            for n in (self.micro_batches, self.min_micro_batches, self.max_micro_batches)
+            for n in (self.micro_batches, self.worst_micro_batches, self.best_micro_batches)
         )
         yield Finding(
             summary=(

@@ -41,7 +41,7 @@ class TimeBetweenSteps(Rule):
     min_collecting_share = Threshold(
         0.2, "of the time between steps, in appending outputs: then this is the cause", CHOSEN
     )
-    most_saved = Factor(
+    best_saved_ratio = Factor(
         1.5, "times that time: the outputs are also made in 32 bits and moved", CHOSEN
     )
     min_paused_share = Threshold(
@@ -153,7 +153,7 @@ class TimeBetweenSteps(Rule):
             impact=impact_over_run(
                 spent,
                 low=self.saved_share * spent,
-                high=min(self.most_saved * spent, outside),
+                high=min(self.best_saved_ratio * spent, outside),
                 method="share of the sampled stacks, of the run",
                 total=recorded.after_first_ns,
             ),

@@ -70,8 +70,9 @@ class UnshardedLoading(Rule):
     )
     code = (
         "sampler = DistributedSampler(dataset)  # set_epoch(epoch) in each epoch\n"
-        "loader = DataLoader(dataset, sampler=sampler,  # and your other arguments\n"
-        "                    batch_size=batch_size // world_size)\n"
+        "# plus your other arguments\n"
+        "per_rank = batch_size // world_size\n"
+        "loader = DataLoader(dataset, per_rank, sampler=sampler)\n"
         "# in a batch sampler of your own:\n"
         "#     yield indices[rank::world_size]\n"
         "# and no batch[rank::world_size] in the loop"

@@ -59,6 +59,9 @@ class RecomputeWithFreeMemory(Rule):
     min_share = Threshold(
         0.10, "of the step; full recomputation is about a quarter of it", CHECKPOINT
     )
+    min_host_share = Threshold(
+        0.22, "of the step on a CPU, where a part may be recomputed for its memory", CHECKPOINT
+    )
     max_reserved = Threshold(
         0.70, "of capacity: above it the memory may be needed", TRIED_ON_TRACES
     )
@@ -95,7 +98,7 @@ class RecomputeWithFreeMemory(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None:
             share = intersect(a.recompute_time, a.spans).total / max(1, a.span_ns)
-            if not a.trains_on_host or share < self.min_share:
+            if not a.trains_on_host or share < self.min_host_share:
                 return
             yield self._report_host(a, share)
             return
@@ -160,7 +163,7 @@ class RecomputeWithFreeMemory(Rule):
             | (self.case("transformers' own blocks") if runs_code_of(a, TRANSFORMERS) else {}),
             summary=f"Recomputing activations takes {of_step(a, recomputed)}.",
             evidence=[
-                self.compare("recomputation, share", share, "min_share", per=a.per),
+                self.compare("recomputation, share", share, "min_host_share", per=a.per),
                 amount_per_step(a, "recomputation", recomputed),
             ],
             where=self._locate_checkpoint(a),
@@ -190,8 +193,8 @@ class RecomputeWithFreeMemory(Rule):
         return {
             "use_reentrant=False": _build_step(40_000_000_000),
             "use_reentrant=True": _build_step(40_000_000_000, reentrant=True),
-            "on a CPU": _build_host_step(10),
-            "a short block on a CPU": (_build_host_step(1), "share < self.min_share"),
+            "on a CPU": _build_host_step(15),
+            "a short block on a CPU": (_build_host_step(8), "share < self.min_host_share"),
             "memory is full": (_build_step(78_000_000_000), "max_reserved"),
             "memory is not recorded": (_build_step(None), "reserved is None"),
             "use_reentrant=False, without stacks": _build_step_without_stacks(),

@@ -83,6 +83,13 @@ def test_credentials_in_a_command_line_are_replaced(command: list[str], kept: li
     assert len(cleaned) == len(command)
 
 
+def test_spawned_process_has_the_command_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawned = ["python3", "-c", "spawn_main(pipe_handle=8)", "--multiprocessing-fork"]
+    monkeypatch.setattr(sys, "orig_argv", spawned)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "3"])
+    assert environment.command_line()[1:] == ["train.py", "--steps", "3"]
+
+
 @given(st.lists(st.text(max_size=60), max_size=30))
 def test_any_command_line_is_cleaned_without_an_error(command: list[str]) -> None:
     assert len(clean_command(command)) == len(command)

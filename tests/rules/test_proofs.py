@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from advisor.advise.engine import Options, analyze
 from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
 from advisor.core.auxiliary_inputs import SNAPSHOT
@@ -67,15 +68,19 @@ def fired_rules(*paths: str) -> frozenset[str]:
 
 @cache
 def fired_rules_on_recording(name: str) -> frozenset[str]:
-    """Rules with a finding on the first rank of a recording; on its record alone, where it has no
-    window."""
+    """Rules with a finding on the first rank of a recording, or on all its ranks together; on its
+    record alone, where it has no window."""
     from advisor.core.trace import blank_trace
 
     run = open_run(str(RECORDED / name))
     assert run.recording is not None
     trace = run.window(0) if run.traces else blank_trace("<record>", 0)
     a = Analysis(trace, None, run.recording.ranks[0])
-    return frozenset(finding.rule for finding in run_rules(0, a, list(RULES.values())).findings)
+    fired = {finding.rule for finding in run_rules(0, a, list(RULES.values())).findings}
+    if len(run.traces) > 1:
+        together = analyze(RECORDED / name, Options(config={})).findings
+        fired |= {each.rule for each in together if RULES[each.rule].across_ranks}
+    return frozenset(fired)
 
 
 def paths(shared_trace: Callable[[str], str], name: str) -> tuple[str, ...]:

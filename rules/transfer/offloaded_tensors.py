@@ -37,7 +37,8 @@ class OffloadedTensors(Rule):
     them to the host, and the backward pass back.
 
     Inputs are copied before the kernels of a step. Weights come between them, and in the same sizes
-    in each step. Uploads of one size alone may be micro-batches or tiles, and are not reported.
+    in each step. Uploads of one size alone may be micro-batches or tiles, and few bytes may be
+    inputs in many parts: both are not reported.
     Activations come back in the sizes that left.
 
     Tensors that stay on the GPU need no copies. Where memory lacks, copies from pinned memory on a
@@ -166,6 +167,7 @@ class OffloadedTensors(Rule):
             "weights in pinned memory": _build_inference([4, 16, 4, 64], pinned=True),
             "activations": _build_training(back=True),
             "micro-batches": (_build_inference([16]), "offloaded is None"),
+            "inputs in many parts": (_build_inference([1, 2, 3, 4]), "offloaded is None"),
             "few layers": (_build_inference([4, 16, 64], layers=1), "offloaded is None"),
             "results to the host": (_build_training(back=False), "offloaded is None"),
         }

@@ -152,6 +152,9 @@ MIN_UPLOAD_RUNS, MIN_UPLOAD_SIZES = 8, 3
 of micro-batches and tiles have one size, and a smaller one for a remainder."""
 MIN_MATCHED_SHARE = 0.8
 """Minimum share of the uploaded bytes in copies that match others by their size."""
+MIN_WEIGHT_BYTES = 256 << 20
+"""Minimum bytes of weights per step. Inputs in many parts, such as the features of a recommender,
+are smaller."""
 MIN_OFFLOAD_BYTES = 65_536
 
 
@@ -227,4 +230,5 @@ def _repeated(a: Analysis, uploads: pl.DataFrame) -> pl.DataFrame | None:
         return None
     if uploads["run"].n_unique() < MIN_UPLOAD_RUNS * steps:
         return None
-    return uploads.join(same, on="bytes", how="semi")
+    repeated = uploads.join(same, on="bytes", how="semi")
+    return repeated if int(repeated["bytes"].sum()) >= MIN_WEIGHT_BYTES * steps else None

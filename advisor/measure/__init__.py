@@ -17,7 +17,7 @@ from advisor.core.rule import Per
 from advisor.measure.comm.comms import find_collectives
 from advisor.measure.comm.flight_recorder import compare_dumps
 from advisor.measure.comm.links import UNKNOWN_LINKS
-from advisor.measure.device.copies import find_copies
+from advisor.measure.device.copies import find_copies, find_offloaded
 from advisor.measure.device.families import break_down
 from advisor.measure.device.kernel_profiles import compiled_kernels, profiled_kernels
 from advisor.measure.device.kernels import (
@@ -376,6 +376,9 @@ class Analysis:
 
     copies = _IdleMeasurement(find_copies)
     """Copies: direction, bandwidth and the work that hid them."""
+
+    offloaded = _Measurement(find_offloaded)
+    """Copies of tensors that live on the host, or ``None`` if there are none."""
 
     host = _Measurement(host_breakdown)
     """Host time by thread and class."""

@@ -99,11 +99,11 @@ def device_work(trace: Trace, bounds: Array, threads: list[int], blocking: Array
         step_threads=threads,
         in_step=np.ones(len(launch), dtype=bool),
     )
-    work = work._replace(
-        previous=_find_previous(work), on_step_threads=_find_step_work(trace, work)
-    )
+    own_threads = _find_step_work(trace, work)
     return work._replace(
-        in_step=work.on_step_threads | _launches_equally_often(trace, work, bounds)
+        previous=_find_previous(work),
+        on_step_threads=own_threads,
+        in_step=own_threads | _launches_equally_often(trace, work, bounds),
     )
 
 

@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Outcomes
-from advisor.core.intervals import Intervals, intersect, union, union_of
+from advisor.core.intervals import Intervals, intersect, union_of
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, GPIPE, SILENT_TRACES
@@ -136,13 +136,11 @@ class SequentialDevices(Rule):
 
 def _busy_by_device(a: Analysis) -> dict[int, Intervals]:
     """Return when each device is busy in the steps."""
-    gpu = a.trace.gpu
-    result = {}
-    for device in gpu["device"].drop_nulls().unique().sort().to_list():
-        rows = gpu.filter(gpu["device"] == device)
-        busy = union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
-        result[int(device)] = intersect(busy, a.spans)
-    return result
+    device = a.trace.gpu["device"]
+    return {
+        int(number): a.device_busy((device == number).fill_null(False).to_numpy())
+        for number in device.drop_nulls().unique().sort()
+    }
 
 
 def _find_crossing_operators(a: Analysis) -> NDArray[np.int64]:

@@ -233,9 +233,6 @@ class SavingTime(SavingRule):
                 continue
             line, spent = hottest_line(saving), min(share * (mean + outside), loop_ns)
             method = "share of the sampled stacks, of the mean step"
-            impact = impact_per_step(
-                a, spent, low=self.min_gain_share * spent, method=method, outside=outside
-            )
             if outside > 0.5 * loop_ns:  # the steps' times do not include it
                 lost_ns = spent * int(recorded.used.sum())
                 error = 1.28 * ((1 - share) / samples) ** 0.5  # of the samples' share
@@ -245,6 +242,10 @@ class SavingTime(SavingRule):
                     high=(1 + error) * lost_ns,
                     method=method,
                     total=recorded.after_first_ns,
+                )
+            else:
+                impact = impact_per_step(
+                    a, spent, low=self.min_gain_share * spent, method=method, outside=outside
                 )
             yield Finding(
                 summary=(

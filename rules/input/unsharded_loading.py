@@ -1,8 +1,9 @@
 """Ranks that load the whole batch of the job, and keep their part of it."""
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import polars as pl
 
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
@@ -27,11 +28,16 @@ from advisor.testing import Examples, TraceBuilder
 class Part(NamedTuple):
     """A part of a batch that a rank keeps."""
 
-    samples: int
-    """Samples of the batch."""
+    shape: tuple[int, ...]
+    """Shape of the batch."""
     kept: int
+    """Samples that are kept."""
     row: int
     """Row of ``trace.cpu`` of the operator that takes the part."""
+
+    @property
+    def samples(self) -> int:
+        return self.shape[0]
 
 
 class UnshardedLoading(Rule):
@@ -95,7 +101,7 @@ class UnshardedLoading(Rule):
         parts = _find_parts(a, world)
         if len(parts) < self.min_steps_share * a.step_count:
             return
-        samples, kept, _ = parts[0]
+        samples, kept = parts[0].samples, parts[0].kept
         loader = a.trace.cpu["name"].gather(waits.host[:1])
         select = Select(on="host", name=LOADER)
         share = kept / samples
@@ -141,19 +147,20 @@ def _find_parts(a: Analysis, world: int) -> list[Part]:
     sizes."""
     rank = a.trace.meta.rank
     table = outermost_in_steps(a).drop_nulls("inputs")
-    columns = table.select("row", "name", "inputs").rows()
-    rows = [(row, name, inputs_at(a, at)) for row, name, at in columns]
-    parts = [
-        Part(x.tensors[0].shape[0], kept, row)
-        for row, name, x in rows
-        if (kept := _count_kept(name, x, world, rank)) is not None
-    ]
+    takes = table.filter(pl.col("name").is_in(TAKES)).select("row", "name", "inputs")
+    parts = []
+    for row, name, at in takes.iter_rows():
+        x = inputs_at(a, at)
+        kept = _count_kept(name, x, world, rank)
+        if kept is not None:
+            parts.append(Part(x.tensors[0].shape, kept, row))
     if not parts:
         return []
-    samples = Counter(part.samples for part in parts).most_common(1)[0][0]
-    shapes = {x.tensors[0].shape for row, _, x in rows if row in {part.row for part in parts}}
-    if any(name not in TAKES and _reads(x, shapes) for _, name, x in rows):
+    shapes = {part.shape for part in parts}
+    others = table.filter(~pl.col("name").is_in(TAKES))["inputs"].unique().to_list()
+    if any(tensor.shape in shapes for at in others for tensor in inputs_at(a, at).tensors):
         return []
+    samples = Counter(part.samples for part in parts).most_common(1)[0][0]
     starts = a.steps.used["ts"].to_numpy()
     ts = a.trace.cpu["ts"].to_numpy()
     by_step = {
@@ -179,10 +186,6 @@ def _count_kept(name: str, x: OpInputs, world: int, rank: int | None) -> int | N
     first = taken[0] if stride == world else taken[0] // max(1, kept)
     is_own = kept * world == size and stride in (1, world) and rank in (None, first)
     return kept if is_own else None
-
-
-def _reads(x: OpInputs, shapes: Iterable[tuple[int, ...]]) -> bool:
-    return any(tensor.shape in shapes for tensor in x.tensors)
 
 
 def _build_rank(

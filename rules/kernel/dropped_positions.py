@@ -199,6 +199,7 @@ class DroppedPositions(Rule):
             at: [tensor.shape for tensor in inputs_at(a, at).tensors]
             for at in table["inputs"].drop_nulls().unique()
         }
+        operands = [[] if at is None else shapes[at] for at in inputs]
         for first, at in product_takers:
             shape, kept, index = parts[inputs[at]]
             again = (
@@ -209,14 +210,12 @@ class DroppedPositions(Rule):
             readers = [
                 n
                 for n in range(first + 1, next(again, len(rows)))
-                if inputs[n] is not None
-                and shape in shapes[inputs[n]]
-                and not (n < at and keeps[n])
+                if shape in operands[n] and not (n < at and keeps[n])
             ]
             if readers != [at]:
                 needed.add(shape)
                 continue
-            begin = _find_chain_start(names, inputs, shapes, first, at)
+            begin = _find_chain_start(names, operands, first, at)
             dropped = dropped_layers.setdefault(
                 (shape, index), Dropped(shape, kept, index, [], [], names[begin:first])
             )
@@ -302,27 +301,20 @@ def _find_product_before(names: list[str], keeps: list[bool], at: int) -> int | 
     return None
 
 
-def _find_chain_start(
-    names: list[str],
-    inputs: list[int | None],
-    shapes: dict[int, list[Shape]],
-    first: int,
-    at: int,
-) -> int:
+def _find_chain_start(names: list[str], operands: list[list[Shape]], first: int, at: int) -> int:
     """Return the index of the first of the operators that lead to the product ``first``, work on
     each position alone, and have no other reader before the part is taken at ``at``."""
+    read_later = {shape for shapes in operands[first + 1 : at] for shape in shapes}
     chain = first
-    while chain:
-        wanted = shapes[inputs[chain] or 0][0] if inputs[chain] is not None else ()
-        operands = [] if inputs[chain - 1] is None else shapes[inputs[chain - 1] or 0]
+    while chain and operands[chain]:
+        wanted, before = operands[chain][0], operands[chain - 1]
         if names[chain - 1] in POINTWISE:
-            fits = wanted in operands
+            fits = wanted in before
         else:
-            fits = names[chain - 1] in ON_LAST_DIMENSION and operands[:1] != []
-            fits = fits and len(wanted) > 1 and operands[0][:-1] == wanted[:-1]
-        others = (n for n in range(first + 1, at) if inputs[n] is not None)
-        if not fits or len(wanted) < 2 or any(wanted in shapes[inputs[n] or 0] for n in others):
-            return chain
+            fits = names[chain - 1] in ON_LAST_DIMENSION and bool(before)
+            fits = fits and before[0][:-1] == wanted[:-1]
+        if not fits or len(wanted) < 2 or wanted in read_later:
+            break
         chain -= 1
     return chain
 

@@ -92,7 +92,11 @@ class RecomputeWithFreeMemory(Rule):
             "recompute less: a smaller batch, or checkpoint blocks of your own choice.",
             "code": "model.gradient_checkpointing_disable()\n"
             "# or leave gradient_checkpointing=True out of TrainingArguments",
-        }
+        },
+        "on a CPU": {
+            "title": "Activation checkpointing recomputes the forward pass",
+            "verify": "Record again: the step is shorter, and the host's memory is not full.",
+        },
     }
 
     def check(self, a: Analysis) -> Outcomes:
@@ -159,8 +163,6 @@ class RecomputeWithFreeMemory(Rule):
         """Report recomputation of a training on the CPU, whose free memory is not recorded."""
         recomputed = share * a.span_ns
         return Finding(
-            **{"title": "Activation checkpointing recomputes the forward pass"}
-            | (self.case("transformers' own blocks") if runs_code_of(a, TRANSFORMERS) else {}),
             summary=f"Recomputing activations takes {of_step(a, recomputed)}.",
             evidence=[
                 self.compare("recomputation, share", share, "min_host_share", per=a.per),
@@ -168,7 +170,8 @@ class RecomputeWithFreeMemory(Rule):
             ],
             where=self._locate_checkpoint(a),
             edits=[Edit(op="remove", select=Select(on="host", at="recompute"))],
-            verify="Record again: the step is shorter, and the host's memory is not full.",
+            **self.case("on a CPU"),
+            **(self.case("transformers' own blocks") if runs_code_of(a, TRANSFORMERS) else {}),
         )
 
     def _locate_checkpoint(self, a: Analysis) -> list[Location]:

@@ -106,9 +106,7 @@ def subtract_redistributed_work(job: JobMeasurements, deviation: Deviation, ns: 
 
 def _place_of_frame(name: str) -> list[Location]:
     frame = parse_frame(name)
-    if frame is None:
-        return []
-    return [frame.location]
+    return [] if frame is None else [frame.location]
 
 
 def _find_longest_waits(job: JobMeasurements, rank_indices: list[int]) -> list[Location]:

@@ -18,7 +18,6 @@ from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.rule import Evidence, Factor, Rule
 from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
 from advisor.measure import Analysis
-from advisor.measure.device.copies import find_offloaded
 from advisor.measure.host.gaps import device_waits
 from advisor.measure.host.layers import describe_nodes, modules_around
 from advisor.measure.host.names import name_matches
@@ -329,8 +328,7 @@ MOSTLY_OFFLOADED = 0.8
 
 def are_mostly_offloaded(a: Analysis) -> bool:
     """Return whether most of the exposed copies are of weights or activations on the host."""
-    offloaded = find_offloaded(a)
-    return offloaded is not None and offloaded.share >= MOSTLY_OFFLOADED
+    return a.offloaded is not None and a.offloaded.share >= MOSTLY_OFFLOADED
 
 
 def busy_intervals(a: Analysis, work: pl.DataFrame) -> Intervals:

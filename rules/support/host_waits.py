@@ -49,6 +49,10 @@ TO_DEVICE_PINNED = (pl.col("direction") == "HtoD").fill_null(False) & (
     pl.col("memory") == "Pinned"
 ).fill_null(False)
 """Waits for copies from pinned memory to the device."""
+COPY_CALLS = (
+    Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
+)
+"""Candidate of :func:`make_async` that selects waits for copies of PyTorch."""
 PINNED_CALLS = (
     Select(on="host", call=("sync_stream",), under=r"^aten::(?:to|_to_copy|copy_)$"),
     Select(on="host", call=("memcpy_blocking",)),

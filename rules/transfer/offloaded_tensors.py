@@ -7,7 +7,6 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.intervals import intersect
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.copies import find_offloaded
 from advisor.measure.memory.trace_memory import measure_held
 from advisor.rules.support.citations import CHOSEN, ENGINE_FLOOR, PINNED_BLOG, SILENT_TRACES
 from advisor.rules.support.common import (
@@ -20,12 +19,9 @@ from advisor.rules.support.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.support.host_waits import make_async, select_blocking_calls
+from advisor.rules.support.host_waits import COPY_CALLS, make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
-_CALLS = (
-    Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
-)
 MAX_RESERVED = 0.9
 """Maximum share of GPU memory in use with the tensors on the GPU, at which they certainly fit."""
 
@@ -95,7 +91,7 @@ class OffloadedTensors(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None or a.copies.is_empty():
             return
-        offloaded = find_offloaded(a)
+        offloaded = a.offloaded
         if offloaded is None or offloaded.share < self.min_offloaded_share:
             return
         copies = offloaded.copies
@@ -103,10 +99,12 @@ class OffloadedTensors(Rule):
         exposed = intersect(busy, a.breakdown.copies).total
         if exposed < self.min_share * a.span_ns:
             return
+        hideable = max(0, a.breakdown.busy.total - exposed) / max(1, busy.total)
         is_pageable = (copies["memory"] == "pageable").all()
         size = sum_column(copies["bytes"]) / a.step_count
         case = self.case("activations") if offloaded.kind == "activations" else {}
         blocking = select_blocking_calls(a, pl.col("direction").is_in(["HtoD", "DtoH"]))
+        fits, memory = _compare_memory(a, size)
         yield Finding(
             summary=(
                 f"{t.count_noun(round(copies.height / a.step_count), 'copy')}{per_step(a)} between "
@@ -122,43 +120,28 @@ class OffloadedTensors(Rule):
                 self.compare(
                     "their share of exposed copies", offloaded.share, "min_offloaded_share"
                 ),
-                *self._compare_memory(a, size),
+                *memory,
             ],
             where=device_places(a, copies),
             edits=[
                 scale_edit(
                     Select(on="gpu", kind=("memcpy",), copy=("HtoD", "DtoH")),
-                    *self._remaining_shares(a, busy.total, exposed, size, is_pageable=is_pageable),
+                    *self._remaining_shares(hideable, fits=fits, is_pageable=is_pageable),
                 ),
-                *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
+                *([make_async(a, blocking, *COPY_CALLS)] if blocking.total else []),
             ],
             **case,
         )
 
     def _remaining_shares(
-        self, a: Analysis, busy_ns: int, exposed_ns: int, size: float, *, is_pageable: bool
+        self, hideable: float, *, fits: bool, is_pageable: bool
     ) -> tuple[float, float, float]:
-        """Return the share of the copies that is left: expected, at best, at worst."""
-        hideable = max(0, a.breakdown.busy.total - exposed_ns) / max(1, busy_ns)
+        """Return the share of the copies that is left: expected, at best, at worst. ``hideable``:
+        time of other work, as a share of the copies' time."""
         pinned = 1 / self.pinned_speedup if is_pageable else 1.0
         worst = 1 / self.worst_pinned_speedup if is_pageable else max(0.0, 1 - 0.5 * hideable)
-        expected = 0.0 if self._fits(a, size) else max(0.0, pinned - hideable)
+        expected = 0.0 if fits else max(0.0, pinned - hideable)
         return expected, 0.0, max(expected, worst)
-
-    @staticmethod
-    def _fits(a: Analysis, size: float) -> bool:
-        held, capacity = measure_held(a)
-        return held is not None and bool(capacity) and held + size <= MAX_RESERVED * (capacity or 0)
-
-    @staticmethod
-    def _compare_memory(a: Analysis, size: float) -> list[Evidence]:
-        held, capacity = measure_held(a)
-        if held is None or not capacity:
-            return []
-        return [
-            Evidence("GPU memory that stays free", max(0, capacity - held), "bytes"),
-            Evidence("bytes copied to it per step", size, "bytes"),
-        ]
 
     @staticmethod
     def examples() -> Examples:
@@ -171,6 +154,17 @@ class OffloadedTensors(Rule):
             "few layers": (_build_inference([4, 16, 64], layers=1), "offloaded is None"),
             "results to the host": (_build_training(back=False), "offloaded is None"),
         }
+
+
+def _compare_memory(a: Analysis, size: float) -> tuple[bool, list[Evidence]]:
+    """Return whether ``size`` more bytes certainly fit on the GPU, and the evidence."""
+    held, capacity = measure_held(a)
+    if held is None or not capacity:
+        return False, []
+    return held + size <= MAX_RESERVED * capacity, [
+        Evidence("GPU memory that stays free", max(0, capacity - held), "bytes"),
+        Evidence("bytes copied to it per step", size, "bytes"),
+    ]
 
 
 def _build_inference(sizes: list[int], *, layers: int = 4, pinned: bool = False) -> TraceBuilder:

@@ -32,13 +32,8 @@ from advisor.rules.support.common import (
     sum_column,
 )
 from advisor.rules.support.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.support.host_waits import make_async, select_blocking_calls
+from advisor.rules.support.host_waits import COPY_CALLS, make_async, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
-
-_CALLS = (
-    Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
-)
-
 
 _HIDDEN = (
     "pinned copies are {pinned_speedup:g} times as fast ({worst_pinned_speedup:g} at worst), and "
@@ -240,7 +235,7 @@ class PageableCopies(Rule):
                     max(0.0, factor - hideable),
                     max(factor, worst),
                 ),
-                *([make_async(a, blocking, *_CALLS)] if blocking.total else []),
+                *([make_async(a, blocking, *COPY_CALLS)] if blocking.total else []),
             ],
             **case,
             **(self.case("no DataLoader") if _has_no_loader(a) else {}),

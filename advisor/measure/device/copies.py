@@ -181,7 +181,9 @@ def find_offloaded(a: Analysis) -> Offloaded | None:
         pl.col("step").is_not_null(),
         pl.col("copy").is_in(["HtoD", "DtoH"]),
     )
-    uploads, fetches = (_between_kernels(a, large, copy) for copy in ("HtoD", "DtoH"))
+    if large.is_empty() or not a.step_count:
+        return None
+    uploads, fetches = _between_kernels(a, large)
     if uploads is None:
         return None
     if fetches is not None and _match_sizes(uploads, fetches):
@@ -195,19 +197,23 @@ def find_offloaded(a: Analysis) -> Offloaded | None:
     return Offloaded(kind, rows, int(rows["exposed"].sum()) / max(1, int(every)))
 
 
-def _between_kernels(a: Analysis, copies: pl.DataFrame, copy: str) -> pl.DataFrame | None:
-    """Return the copies of a direction after the first kernel of their step, with their ``run``.
-    ``None`` if they are not in several runs per step."""
-    chosen = copies.filter(pl.col("copy") == copy)
-    if chosen.is_empty() or not a.step_count:
-        return None
+def _between_kernels(
+    a: Analysis, copies: pl.DataFrame
+) -> tuple[pl.DataFrame | None, pl.DataFrame | None]:
+    """Return the uploads and the copies to the host after the first kernel of their step, with
+    their ``run``. ``None`` for a direction that is not in several runs per step."""
     is_kernel = (a.trace.gpu["kind"] == "kernel").to_numpy() & a.on_device
     kernel_ts = np.sort(a.trace.gpu["ts"].to_numpy()[is_kernel])
-    starts = a.steps.table["ts"].gather(chosen["step"]).to_numpy()
-    run = np.searchsorted(kernel_ts, chosen["ts"].to_numpy())
-    chosen = chosen.with_columns(run=pl.Series(run))
+    starts = a.steps.table["ts"].gather(copies["step"]).to_numpy()
+    run = np.searchsorted(kernel_ts, copies["ts"].to_numpy())
+    chosen = copies.with_columns(run=pl.Series(run))
     chosen = chosen.filter(pl.Series(run > np.searchsorted(kernel_ts, starts)))
-    return chosen if chosen["run"].n_unique() >= MIN_RUNS * a.step_count else None
+    uploads, fetches = (chosen.filter(pl.col("copy") == copy) for copy in ("HtoD", "DtoH"))
+    min_runs = MIN_RUNS * a.step_count
+    return (
+        uploads if uploads["run"].n_unique() >= min_runs else None,
+        fetches if fetches["run"].n_unique() >= min_runs else None,
+    )
 
 
 def _match_sizes(uploads: pl.DataFrame, fetches: pl.DataFrame) -> bool:

@@ -499,13 +499,8 @@ def shares_of_functions(stacks: Sequence[SampledStack]) -> dict[str, float]:
         return {}
     lines: dict[tuple[str, str], Counter[str]] = {}
     for count, frames, _ in stacks:
-        own = {}
-        for name in frames:
-            frame = parse_frame(name)
-            if frame is not None and frame_rank(name) == 2:
-                own[frame.file, frame.function] = name
-        for function, name in own.items():
-            lines.setdefault(function, Counter())[name] += count
+        for function, (level, _) in _user_functions(frames).items():
+            lines.setdefault(function, Counter())[frames[level]] += count
     shares = {each.most_common(1)[0][0]: each.total() / total for each in lines.values()}
     return dict(sorted(shares.items(), key=lambda item: -item[1])[:MAX_FUNCTIONS])
 
@@ -648,6 +643,17 @@ def _is_forward(frames: Sequence[Frame]) -> bool:
     return any("forward" in frame.function.lower() for frame in frames)
 
 
+def _user_functions(frames: Sequence[str]) -> dict[tuple[str, str], tuple[int, Frame]]:
+    """Return the functions of the user's code in a stack, by file and name, each with the level and
+    the frame of its innermost call."""
+    result = {}
+    for level, name in enumerate(frames):
+        frame = parse_frame(name)
+        if frame is not None and frame_rank(name) == 2:
+            result[frame.file, frame.function] = level, frame
+    return result
+
+
 def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:
     """Find the innermost function of the user's code with half of the samples in or below it, else
     the function with the most samples, and its line with the most samples. ``None`` if there are
@@ -660,12 +666,7 @@ def hottest_line(stacks: Sequence[SampledStack]) -> HottestLine | None:
     lines: dict[tuple[str, str], Counter[Frame]] = {}
     leaves: dict[tuple[str, str], Counter[str]] = {}
     for count, frames, _ in stacks:
-        user_functions = {}
-        for level, name in enumerate(frames):
-            frame = parse_frame(name)
-            if frame is not None and frame_rank(name) == 2:
-                user_functions[frame.file, frame.function] = level, frame
-        for function, (level, frame) in user_functions.items():
+        for function, (level, frame) in _user_functions(frames).items():
             covered[function] += count
             depth[function] = max(depth.get(function, 0), level)
             lines.setdefault(function, Counter())[frame] += count

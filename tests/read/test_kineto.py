@@ -652,12 +652,12 @@ def test_copies_are_identified_by_name(
 
 
 def test_hostile_names_cost_no_time() -> None:
-    before = time.monotonic()
+    before = time.thread_time()
     for name in ("cuda" * 100_000, "Memcpy" + " " * 100_000, "(" * 100_000, "_v1" * 100_000):
         call_class(name)
         copy_parts(name)
         sync_kind(name)
-    assert time.monotonic() - before < 1
+    assert time.thread_time() - before < 1
 
 
 # -- what the head says -------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from advisor.core.errors import AdvisorError
 from advisor.recorder import attach
 
 
+pytestmark = pytest.mark.timed
+
+
 class Engine(ThreadingHTTPServer):
     """A fake inference server: the requests it got, and whether its profiler runs."""
 

@@ -14,6 +14,8 @@ from recording_checks import check_sums, only_rank
 
 from advisor.recorder.api import Recorder
 
+pytestmark = pytest.mark.timed
+
 torch = pytest.importorskip("torch")
 
 QUIET: dict[str, Any] = {"active": 0, "telemetry": 0.0, "report": False}

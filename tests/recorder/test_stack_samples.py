@@ -21,6 +21,8 @@ from advisor.recorder import stack_samples
 from advisor.recorder.built_in_calls import operator_function
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
 
+pytestmark = pytest.mark.timed
+
 PROGRAM = """
 import json, time, torch
 from torch import nn
@@ -197,11 +199,11 @@ def test_symbols_in_a_loop_over_numbers_are_the_lines_own_python() -> None:
 
 def test_call_holding_the_gil_counts_for_its_whole_duration() -> None:
     """Sorting holds the interpreter for some tenth of a second, and sleeping does not."""
-    numbers = [float(n * 7919 % 1_000_003) for n in range(400_000)]
+    numbers = [float(n * 7919 % 1_000_003) for n in range(600_000)]
     spent = {"sort": 0.0, "sleep": 0.0}
 
     def run() -> None:
-        for _ in range(4):
+        while sum(spent.values()) < 3:
             begin = time.monotonic()
             sorted(numbers)
             middle = time.monotonic()

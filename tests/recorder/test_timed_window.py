@@ -15,6 +15,8 @@ from advisor.recorder.timed_window import TimedWindow
 
 from .recording_checks import only_rank
 
+pytestmark = pytest.mark.timed
+
 Program = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SHORT = """

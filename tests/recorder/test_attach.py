@@ -21,7 +21,6 @@ import pytest
 from advisor.core.errors import AdvisorError
 from advisor.recorder import attach
 
-
 pytestmark = pytest.mark.timed
 
 

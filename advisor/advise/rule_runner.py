@@ -29,6 +29,7 @@ from advisor.core.rule import Evidence, Rule
 from advisor.core.run_directory import SCALENE
 from advisor.core.text import lower_first
 from advisor.measure import Analysis
+from advisor.measure.host.module_calls import line_of_call
 from advisor.measure.host.module_lines import line_of_layer
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.replay.estimators import GainEstimator, estimator_for
@@ -282,8 +283,20 @@ def _fill_outcome(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Out
 
 
 def _with_layer_line(place: Location, a: Analysis) -> Location:
-    """Add the line of the user's code to an operator's place: from the layer with its weights, or
-    else from stacks sampled outside windows."""
+    """Add the line of the user's code to an operator's place: from the call of the module that runs
+    it, from the layer with its weights, or else from stacks sampled outside windows."""
+    called = line_of_call(a, place)
+    if called is not None:
+        exact = _with_sampled_line(place, a) if called.is_definition else place
+        if (exact.file, exact.function) == (called.frame.file, called.frame.function):
+            return exact
+        return structs.replace(
+            place,
+            file=called.frame.file,
+            line=called.frame.line,
+            function=called.frame.function,
+            layer=place.layer or called.layer,
+        )
     line = line_of_layer(a, place)
     if line is None:
         return _with_sampled_line(place, a)

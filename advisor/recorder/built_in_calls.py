@@ -6,6 +6,7 @@ same source position. This runs no code of the program, and reads no attribute o
 import dis
 import sys
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
 
 MAX_CODE = 1 << 14
 """Maximum size of code to examine, bytes of instructions: a few milliseconds."""
@@ -52,12 +53,37 @@ def operator_function(frame: FrameType) -> str:
     """Return the function of the ``operator`` module that does the same as the frame's current
     instruction, such as ``operator.pow`` for ``a ** b``. Empty for another instruction."""
     instructions = _instructions_to(frame.f_code, frame.f_lasti)
-    if not instructions:
-        return ""
-    kind = instructions[-1].opname
-    symbol = instructions[-1].argrepr if kind in ("BINARY_OP", "COMPARE_OP") else kind
-    name = _OPERATORS.get(symbol.removeprefix("bool(").rstrip("=)") or "==")
+    name = _operator_name(instructions[-1]) if instructions else ""
     return f"operator.{name}" if name else ""
+
+
+def _operator_name(instruction: dis.Instruction) -> str:
+    """Return the function of the ``operator`` module for an instruction, or an empty text."""
+    kind = instruction.opname
+    symbol = instruction.argrepr if kind in ("BINARY_OP", "COMPARE_OP") else kind
+    return _OPERATORS.get(symbol.removeprefix("bool(").rstrip("=)") or "==", "")
+
+
+def used_names(code: CodeType) -> list[tuple[str, int]]:
+    """Return the names of attributes and globals that a function's code reads, and of functions of
+    the ``operator`` module for symbols (``add`` for ``a + b``), each with its line. Comprehensions
+    and lambdas are part of it. Sizes (``a.shape[1]``) are no use of ``getitem``."""
+    if len(code.co_code) > MAX_CODE:
+        return []
+    inner = [part for part in code.co_consts if type(part) is CodeType]
+    found = dict.fromkeys(name for part in inner for name in used_names(part))
+    before: list[Any] = ["", ""]
+    for instruction in dis.get_instructions(code):
+        kind, position = instruction.opname, instruction.positions
+        if kind in _NEUTRAL_OPS or position is None or position.lineno is None:
+            continue
+        name = "" if before[0] == "shape" else _operator_name(instruction)
+        if kind.startswith((*_ATTRIBUTE_OPS, "LOAD_GLOBAL")):
+            name = str(instruction.argval)
+        before = [before[1], instruction.argval]
+        if name:
+            found[name, position.lineno] = None
+    return list(found)
 
 
 def _instructions_to(code: CodeType, offset: int) -> list[dis.Instruction]:

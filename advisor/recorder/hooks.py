@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 from advisor.recorder.loaders import Loaders
+from advisor.recorder.module_calls import CallLog
 from advisor.recorder.modules import ModuleCalls, hide_from_warnings, leave_to_dynamo
 from advisor.recorder.tape import (
     BACKWARD,
@@ -265,6 +266,18 @@ class Hooks:
         if self._module_calls is not None and self._patches:
             self._module_calls.install()
 
+    def log_module_calls(self) -> None:
+        """Log the calls of modules from now on, in a window without Python stacks."""
+        if self._module_calls is not None and self._module_calls.log is None:
+            self._module_calls.log = CallLog()
+
+    def take_call_log(self) -> CallLog | None:
+        """End the log of calls and return it, or ``None`` if there was none."""
+        if self._module_calls is None:
+            return None
+        log, self._module_calls.log = self._module_calls.log, None
+        return log
+
     def _patch(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         is_own = name in vars(owner)
         original = getattr(owner, name)
@@ -416,7 +429,8 @@ def _wrap_timed(
 def _make_forward(
     on: Listener, calls: ModuleCalls
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    """Return the call of an outermost module, timed as a forward. Inner modules are not timed."""
+    """Return the call of an outermost module, timed as a forward. Inner modules are not timed, and
+    logged only in windows."""
     from torch import is_grad_enabled
 
     function, original, code = calls.function, calls.original, calls.code
@@ -451,15 +465,20 @@ def _make_forward(
             on.on_enter(FORWARD)
         hook_state[1] = FORWARD
         put((FORWARD, now()))
+        log = calls.log
+        is_logged = log is not None and log.begin(module, sys._getframe(1).f_back, outermost=True)
+        inside = calls.logging_code if is_logged else original
         try:
             if calls.reported:
-                function.__code__ = original
+                function.__code__ = inside
             call = module._compiled_call_impl or module._call_impl
             result = call(*args, **kwargs)
             return result
         finally:
-            if calls.reported and function.__code__ is original:
+            if calls.reported and function.__code__ is inside:
                 function.__code__ = code
+            if log is not None and is_logged:
+                log.end()
             hook_state[1] = before
             end = FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD
             if end == FORWARD_END and result is not None:

@@ -4,7 +4,9 @@ The function stays the same object with the same name. It gets other code, which
 the original and also reports a call if no module's call is open. So models have no attributes of
 ours (they are copied, pickled, scripted and exported unchanged), torch finds the function that it
 expects, and dynamo treats the frame like torch's, with the file name and line of the original.
-During an outermost call, the function has its original code, so submodules cost nothing."""
+During an outermost call, the function has its original code, so submodules cost nothing. Only in a
+profiled window without Python stacks does it have a third code, which logs the calls of submodules
+(``module_calls``)."""
 
 from __future__ import annotations
 
@@ -16,19 +18,25 @@ from threading import get_ident
 from types import CodeType, FunctionType
 from typing import Any
 
+from advisor.recorder.module_calls import CallLog
 from advisor.recorder.tape import PART_OF_GRADIENTS
 
 _FOLDER = str(Path(__file__).parent)
 _NAME = "_wrapped_call_impl"
-_GLOBAL_NAMES = "_advisor_here", "_advisor_inside", "_advisor_thread", "_advisor_forward"
+_GLOBAL_NAMES = (
+    *("_advisor_here", "_advisor_inside", "_advisor_thread", "_advisor_forward"),
+    "_advisor_submodule",
+)
+_OUTERMOST = """_advisor_here[1] in _advisor_inside
+        or (_advisor_thread() != _advisor_here[0] and not _advisor_here[7])"""
+_SUBMODULE = "_advisor_thread() != _advisor_here[0]"
 _SOURCE = f"""
 def {_NAME}(self, *args, **kwargs):
     if not (
         torch.compiler.is_dynamo_compiling()
-        or _advisor_here[1] in _advisor_inside
-        or (_advisor_thread() != _advisor_here[0] and not _advisor_here[7])
+        or {{excluded}}
     ):
-        return _advisor_forward(self, args, kwargs)
+        return {{call}}(self, args, kwargs)
     if self._compiled_call_impl is not None:
         return self._compiled_call_impl(*args, **kwargs)
     else:
@@ -57,10 +65,17 @@ class ModuleCalls:
             raise AttributeError("Module._call_impl")
         self.function = function
         self.original = function.__code__
-        self.code = _compile_at_original(self.original)
+        self.code = _compile_at_original(
+            self.original, excluded=_OUTERMOST, call="_advisor_forward"
+        )
+        self.logging_code = _compile_at_original(
+            self.original, excluded=_SUBMODULE, call="_advisor_submodule"
+        )
+        self.log: CallLog | None = None
+        """Log of the calls in the open window, or ``None`` where none is kept."""
         self.reported = False
         """True while calls are reported: code that was removed for a while is restored."""
-        self._values = hook_state, PART_OF_GRADIENTS, get_ident, make(self)
+        self._values = hook_state, PART_OF_GRADIENTS, get_ident, make(self), self._call_submodule
 
     def install(self) -> None:
         """Start reporting calls, unless other code has changed the function."""
@@ -73,18 +88,29 @@ class ModuleCalls:
     def remove(self) -> None:
         """Stop reporting calls. A running call in another thread may still be reported."""
         self.reported = False
-        if self.function.__code__ is self.code:
+        if self.function.__code__ in (self.code, self.logging_code):
             self.function.__code__ = self.original
 
+    def _call_submodule(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make the call of a module inside another one, and log it."""
+        log = self.log
+        call = module._compiled_call_impl or module._call_impl
+        if log is None or not log.begin(module, sys._getframe(1).f_back):
+            return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            log.end()
 
-def _compile_at_original(original: CodeType) -> CodeType:
+
+def _compile_at_original(original: CodeType, **parts: str) -> CodeType:
     """Compile our code at the position of the original's last line, where tracebacks point."""
     lines = [line for _, _, line in original.co_lines() if line]
     last_line = max(lines, default=original.co_firstlineno)
     positions = [p for p in original.co_positions() if p[0] == last_line and p[2] is not None]
     start = min((p[2] for p in positions if p[2] is not None), default=0)
     end = max((p[3] for p in positions if p[3] is not None), default=0)
-    tree = ast.parse(_SOURCE)
+    tree = ast.parse(_SOURCE.format(**parts))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.lineno, node.end_lineno = original.co_firstlineno, last_line

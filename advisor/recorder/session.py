@@ -169,6 +169,7 @@ class RecordingSession(Listener):
             self.hooks,
             TraceRanges(self.tape),
             self._host_is_ahead,
+            lambda data: self.write_event("calls", data),
         )
         self.oom = OutOfMemoryHook(
             lambda data: self.write_event("oom", data), options.memory_history

@@ -27,6 +27,7 @@ from advisor.core.files import scratch_folder
 from advisor.core.run_directory import trace_name
 from advisor.recorder.call_depth import is_outermost, is_undisturbed
 from advisor.recorder.hooks import Hooks
+from advisor.recorder.module_calls import CallLog
 from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.watchers import TraceRanges
@@ -73,7 +74,8 @@ UNSAFE_REASON = "inside a backward, a hook or compiled code, where no profiler m
 
 
 class Windows:
-    """Profiled windows of one rank. ``write_event(data)`` writes a ``window`` event.
+    """Profiled windows of one rank. ``write_event(data)`` writes a ``window`` event, and
+    ``write_calls(data)`` a ``calls`` event.
     ``host_is_ahead`` returns whether the device lags so far behind that host times are useless."""
 
     def __init__(
@@ -84,7 +86,10 @@ class Windows:
         hooks: Hooks,
         ranges: TraceRanges,
         host_is_ahead: Callable[[], bool] = lambda: False,
+        write_calls: Callable[[dict[str, Any]], None] = lambda data: None,
     ) -> None:
+        self._write_calls = write_calls
+        self._call_log: CallLog | None = None
         self._host_is_ahead = host_is_ahead
         self._options = options
         self._ranges = ranges
@@ -397,6 +402,7 @@ class Windows:
         self._profiler = profiler
         profiler.start()
         self._ranges.begin()
+        self._log_module_calls()
         self._write_event(
             {"window": self._number, "reason": reason, "state": "open", "steps": [number]}
         )
@@ -460,6 +466,12 @@ class Windows:
                 self._close_window("stopped", slow)
                 return
         self._profiler.step()
+        self._log_module_calls()
+
+    def _log_module_calls(self) -> None:
+        """Log the calls of modules from the first step that is kept. Stacks would show them."""
+        if not self._stacks and (self.timed or len(self._steps) >= self._warmup):
+            self._hooks.log_module_calls()
 
     def _explain_slowdown(self) -> str | None:
         if len(self._unprofiled) < GUARD_STEPS or len(self._durations) < GUARD_STEPS:
@@ -543,6 +555,7 @@ class Windows:
         crashes."""
         self._lost_profilers.append(self._profiler)
         self._profiler = None
+        self._hooks.take_call_log()
         self.enabled = False
         self._end_event.set()
         self._end_span()
@@ -551,6 +564,7 @@ class Windows:
     def _stop_profiler(self) -> Any:
         """Stop the profiler and return it, with what it recorded."""
         profiler, self._profiler = self._profiler, None
+        self._call_log = self._hooks.take_call_log()
         self._ranges.end()
         profiler.stop()
         self._spans[-1][1] = perf_counter_ns()
@@ -585,15 +599,16 @@ class Windows:
         event |= {"steps": [kept_steps[0], kept_steps[-1]]} if kept_steps else {}
         event |= {"why": why} if why else {}
         profiler = self._stop_profiler()
+        call_log, self._call_log = self._call_log, None
         # not a daemon: the interpreter waits at exit until the trace is written
         self._export = threading.Thread(
             target=self._keep_in_memory if self.timed else self._write_trace,
-            args=(profiler, event),
+            args=(profiler, event, call_log),
             name="advisor trace",
         )
         self._export.start()
 
-    def _write_trace(self, profiler: Any, event: dict[str, Any]) -> None:
+    def _write_trace(self, profiler: Any, event: dict[str, Any], call_log: CallLog | None) -> None:
         number = event["window"]
         try:
             self._folder_set.wait(FOLDER_SECONDS)
@@ -605,6 +620,8 @@ class Windows:
             if number <= self._dropped:
                 (self._folder / trace_name(number)).unlink(missing_ok=True)
                 event["state"] = "dropped"
+            elif call_log is not None:
+                self._write_calls({"window": number} | call_log.describe())
         except (OSError, RuntimeError, AssertionError, ValueError) as error:
             event["state"] = "failed"
             event["why"] = f"{type(error).__name__}: {error}"[:300]
@@ -618,7 +635,7 @@ class Windows:
         self._end_span()
         self._export = None
 
-    def _keep_in_memory(self, profiler: Any, event: dict[str, Any]) -> None:
+    def _keep_in_memory(self, profiler: Any, event: dict[str, Any], _: CallLog | None) -> None:
         """Keep the trace of a window without steps in memory: steps may follow, or another process
         may be the one that trains. Drop a trace without operators."""
         name = event["file"] = trace_name(event["window"])

@@ -11,6 +11,7 @@ import polars as pl
 from advisor.core.finding import Location
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.host.module_calls import rows_of_place
 from advisor.measure.host.stacks import parse_frame
 
 MIN_LAYER_SHARE = 0.5
@@ -95,16 +96,7 @@ def _list_calls(a: Analysis, location: Location) -> Iterator[tuple[int, int]]:
     """Yield (row of the outermost operator in forward, ns) of distinct calls, the longest first.
     With a device, the time is the time of the place's kernels."""
     cpu = a.trace.cpu
-    if a.device_id is None:
-        rows = np.flatnonzero((cpu["name"] == location.op).to_numpy())
-        ns = cpu["dur"].to_numpy()[rows]
-    else:
-        is_of_place = a.kernels["op_name"] == location.op
-        if location.kernel is not None:
-            is_of_place &= a.trace.gpu["name"] == location.kernel
-        device_rows = np.flatnonzero(is_of_place.fill_null(value=False).to_numpy())
-        op = a.trace.gpu["op"].fill_null(-1).to_numpy()[device_rows]
-        rows, ns = op[op >= 0], a.trace.gpu["dur"].to_numpy()[device_rows][op >= 0]
+    rows, ns = rows_of_place(a, location)
     forward_row = a.forward_op[rows]  # of a gradient
     outermost = a.outermost_aten[np.where(forward_row >= 0, forward_row, rows)]
     table = pl.DataFrame({"row": outermost, "ns": ns}).filter(pl.col("row") >= 0)

@@ -1,0 +1,226 @@
+"""Lines of operators in recordings without Python stacks: the recorder's log of module calls in the
+profiled window, matched with operators by time."""
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from advisor.core.finding import Location
+from advisor.core.run_directory import MAX_VALUE
+from advisor.measure import Analysis
+from advisor.measure.host.stacks import Frame, frame_rank, normalize_operator_name, parse_frame
+
+FORWARD_RANGE = "advisor::forward"
+"""Name of the recorder's range around an outermost module call."""
+MIN_CALL_TIME_SHARE = 0.5
+"""Minimum share of an operator's time in calls of one function, whose line is used for it."""
+MAX_CLOCK_ERROR_NS = 100_000
+"""Maximum time by which an outermost call may exceed its range, ns."""
+
+
+_PYTHON_NAMES = {
+    **dict.fromkeys(("select", "slice", "index", "narrow"), "getitem"),
+    "div": "truediv",
+    "rsub": "sub",
+    "native_layer_norm": "layer_norm",
+    "concat": "cat",
+}
+"""Functions of Python that run an operator of another name."""
+
+
+class CallPlace(NamedTuple):
+    """Line of the user's code for operators directly in a module's call."""
+
+    frame: Frame
+    layer: str | None
+    """Class of the innermost module of a library around them, or ``None``."""
+    is_definition: bool = False
+    """Whether the frame is the definition of ``forward``: the line of the operator is unknown."""
+
+
+class LoggedCalls(NamedTuple):
+    """Pieces of host time inside calls: the start of each piece, ns, and the position of its place,
+    or -1 between calls."""
+
+    thread: int
+    starts: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    places: list[CallPlace | None]
+    lines: dict[tuple[Frame, str], Frame | None]
+    """First line of a name in the code of a ``forward``, or ``None`` if it is in several functions
+    of it."""
+
+
+def line_of_call(a: Analysis, place: Location) -> CallPlace | None:
+    """Find the line that calls the module in which an operator of ``place`` takes most of its time,
+    or the line of the ``forward`` that runs it. ``None`` if no function has most of the time."""
+    calls = read_calls(a) if place.op is not None else None
+    if calls is None:
+        return None
+    rows, ns = rows_of_place(a, place)
+    forward = a.forward_op[rows]  # of a gradient
+    rows = np.where(forward >= 0, forward, rows)
+    is_in_thread = a.trace.cpu["thread"].to_numpy()[rows] == calls.thread
+    piece = np.searchsorted(calls.starts, a.trace.cpu["ts"].to_numpy()[rows], side="right") - 1
+    found = np.where(is_in_thread & (piece >= 0), calls.pieces[np.maximum(piece, 0)], -1)
+    outermost = a.outermost_aten[rows]
+    names = a.trace.cpu["name"].gather(np.where(outermost >= 0, outermost, rows)).to_list()
+    times: Counter[CallPlace] = Counter()
+    functions: Counter[tuple[str, str]] = Counter()
+    for position, name, duration in zip(found.tolist(), names, ns.tolist(), strict=True):
+        called = calls.places[position] if position >= 0 else None
+        if called is not None:
+            called = _with_line_of_name(called, str(name), calls)
+            times[called] += duration
+            functions[called.frame.file, called.frame.function] += duration
+    if not functions:
+        return None
+    function, duration = functions.most_common(1)[0]
+    if duration < MIN_CALL_TIME_SHARE * int(ns.sum()):
+        return None
+    in_function = [c for c in times if (c.frame.file, c.frame.function) == function]
+    return max(in_function, key=lambda called: (times[called], -called.frame.line))
+
+
+def _with_line_of_name(called: CallPlace, operator: str, calls: LoggedCalls) -> CallPlace:
+    """Return the place with the line that names the operator, if its ``forward`` has one such."""
+    if not called.is_definition:
+        return called
+    name = normalize_operator_name(operator)
+    names = {name, _PYTHON_NAMES.get(name, name)}
+    lines = [calls.lines[key] for n in names if (key := (called.frame, n)) in calls.lines]
+    return called if len(lines) != 1 or lines[0] is None else CallPlace(lines[0], called.layer)
+
+
+def read_calls(a: Analysis) -> LoggedCalls | None:
+    """Read the recorder's log of the window, on the trace's clock. ``None`` if there is none, or if
+    its outermost calls are not in the trace's ranges of them."""
+    event = _find_event(a)
+    ranges = a.trace.cpu.filter(pl.col("name") == FORWARD_RANGE).sort("ts")
+    if event is None or not ranges.height or ranges["thread"].n_unique() > 1:
+        return None
+    frames, calls, lines, origin = event
+    earliest = int(ranges["ts"][0]) - MAX_CLOCK_ERROR_NS  # warm-up before it is not in the trace
+    is_outermost = (calls[:, 0] == 0) & (calls[:, 1] + origin >= earliest)
+    calls = calls[np.argmax(is_outermost) :]
+    begin = calls[calls[:, 0] == 0, 1] + origin
+    around = np.searchsorted(ranges["ts"].to_numpy(), begin + MAX_CLOCK_ERROR_NS, "right") - 1
+    around = np.maximum(around, 0)
+    first, last = ranges["ts"].to_numpy()[around], (ranges["ts"] + ranges["dur"]).to_numpy()[around]
+    if (
+        not is_outermost.any()
+        or (np.abs(np.clip(begin, first, last) - begin) > MAX_CLOCK_ERROR_NS).any()
+    ):
+        return None
+    starts: list[int] = []
+    pieces: list[int] = []
+    places: list[CallPlace | None] = []
+    positions: dict[tuple[int, ...], int] = {}
+    open_calls: list[tuple[int, tuple[int, ...]]] = []
+    never = (0, np.iinfo(np.int64).max - origin, 0, -1, -1)
+    for level, offset, duration, caller, forward in [*calls.tolist(), never]:
+        while open_calls and (len(open_calls) > level or open_calls[-1][0] <= offset):
+            end, _ = open_calls.pop()
+            starts.append(min(end, offset) + origin)
+            pieces.append(positions[open_calls[-1][1]] if open_calls else -1)
+        around_it = open_calls[-1] if open_calls else (never[1], ())
+        key = (*around_it[1], caller, forward)
+        if key not in positions:
+            positions[key] = len(places)
+            places.append(find_place(frames, key))
+        open_calls.append((min(offset + max(duration, 0), around_it[0]), key))
+        starts.append(offset + origin)
+        pieces.append(positions[key])
+    return LoggedCalls(
+        int(ranges["thread"][0]),
+        np.array(starts, np.int64),
+        np.array(pieces, np.int64),
+        places,
+        lines,
+    )
+
+
+_Names = dict[tuple[Frame, str], Frame | None]
+
+
+def _find_event(a: Analysis) -> tuple[list[str], NDArray[np.int64], _Names, int] | None:
+    """Return the frames, calls and names of the window's log, and the anchor's time on the trace's
+    clock. ``None`` if they are damaged."""
+    events = [] if a.record is None else a.record.events_of("calls")
+    events = [event for event in events if event.get("window") == a.trace.meta.window]
+    if not events or a.trace.meta.clock != "unix":
+        return None
+    frames, calls, names, anchor = map(
+        events[-1].get, ("frames", "calls", "names", "anchor_unix_ns")
+    )
+    try:
+        table = np.array(calls, dtype=np.int64).reshape(-1, 5)
+        lines = _read_lines(names, [parse_frame(frame) for frame in frames or ()])
+    except (TypeError, ValueError, OverflowError, IndexError):
+        return None
+    is_valid = (
+        len(table) > 0
+        and (table[:, 1:3] < MAX_VALUE).all()
+        and (table[:, 1] >= 0).all()
+        and (np.diff(table[:, 1]) >= 0).all()
+        and ((table[:, 3:] >= -1) & (table[:, 3:] < len(frames or ()))).all()
+    )
+    if not is_valid or type(anchor) is not int or not 0 < anchor < MAX_VALUE or frames is None:
+        return None
+    return frames, table, lines, anchor - a.trace.meta.start_ns
+
+
+def _read_lines(names: Any, frames: list[Frame | None]) -> _Names:
+    """Return the line of each name in the code of a ``forward``: the first one of a function, or
+    ``None`` if several functions have the name. Raises TypeError, ValueError or
+    IndexError if the names are damaged."""
+    result: _Names = {}
+    for forward, name, position in names or ():
+        definition, line = frames[forward], frames[position]
+        if definition is not None and line is not None:
+            key = definition, str(name)
+            first = result.get(key, line)
+            is_same = first is not None and first[::2] == line[::2]  # the function
+            result[key] = min(first or line, line) if is_same else None
+    return result
+
+
+def find_place(frames: list[str], chain: tuple[int, ...]) -> CallPlace | None:
+    """Return the place of operators in a call. ``chain``: the frames of the lines that call and of
+    the definitions of ``forward``, in turn, from the outermost call inwards.
+
+    It is the innermost frame of the user's own code, or else of an installed library."""
+    texts = [frames[position] if position >= 0 else "" for position in chain]
+    ranks = [frame_rank(text) for text in texts]
+    for rank in (2, 1):
+        if rank in ranks:
+            index = len(ranks) - 1 - ranks[::-1].index(rank)
+            library = [
+                parse_frame(t)
+                for t, r in zip(texts[index + 1 :], ranks[index + 1 :], strict=True)
+                if r == 1
+            ]
+            frame = parse_frame(texts[index])
+            layer = None if not library or library[-1] is None else library[-1].function
+            if frame is not None:
+                layer_class = (layer or "").rpartition(".")[0] or None
+                return CallPlace(frame, layer_class, is_definition=index % 2 == 1)
+    return None
+
+
+def rows_of_place(a: Analysis, place: Location) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Return the operators of a place as rows of ``trace.cpu``, and their times: of their kernels
+    if there is a device, else their own."""
+    cpu = a.trace.cpu
+    if a.device_id is None:
+        rows = np.flatnonzero((cpu["name"] == place.op).to_numpy())
+        return rows, cpu["dur"].to_numpy()[rows]
+    is_of_place = a.kernels["op_name"] == place.op
+    if place.kernel is not None:
+        is_of_place &= a.trace.gpu["name"] == place.kernel
+    device_rows = np.flatnonzero(is_of_place.fill_null(value=False).to_numpy())
+    op = a.trace.gpu["op"].fill_null(-1).to_numpy()[device_rows]
+    return op[op >= 0], a.trace.gpu["dur"].to_numpy()[device_rows][op >= 0]

@@ -1,0 +1,123 @@
+"""Log of the module calls in a profiled window without Python stacks: lines for its operators.
+
+The profiler records when each operator ran. The log has when each module's ``forward`` ran, the
+line that called it and where the ``forward`` is defined. So an operator gets the line of the call
+around it, at the cost of one entry per call, and only while the profiler slows the step anyway."""
+
+from time import perf_counter_ns as now
+from time import time_ns
+from types import FrameType, FunctionType
+from typing import Any, Final
+
+from advisor.recorder.built_in_calls import used_names
+from advisor.recorder.stack_samples import frame_text
+
+MAX_CALLS = 6_000
+"""Maximum number of calls in a window's log. Later ones are not logged."""
+MAX_CLASSES, MAX_FUNCTIONS, MAX_NAMES = 100, 12, 300
+"""Maximum number of classes whose names are written, and of functions and names of a class."""
+
+
+class CallLog:
+    """Calls of nested modules in one thread. The training thread writes them as a flat list, which
+    the garbage collector need not look through: a module's class, its caller's code and line, and
+    the time. An end has no class."""
+
+    def __init__(self) -> None:
+        self._log: list[Any] = []
+        self._count = 0
+        self._anchor = now(), time_ns()
+
+    def begin(self, module: Any, caller: FrameType | None, *, outermost: bool = False) -> bool:
+        """Log that ``caller`` calls a module; return whether ``end`` must follow."""
+        if self._count >= MAX_CALLS or caller is None:
+            return False
+        self._count += 1
+        if outermost:
+            self._log.extend((_OUTERMOST, None, 0, 0))
+        self._log.extend((type(module), caller.f_code, caller.f_lineno, now()))
+        return True
+
+    def end(self) -> None:
+        """Log that the innermost call has ended."""
+        self._log.extend((None, None, 0, now()))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the data of a ``calls`` event. ``anchor_perf_ns`` and ``anchor_unix_ns`` are the
+        same instant. ``calls`` has the calls by begin: level (0 for an outermost call), begin since
+        the anchor, ns, duration, ns, and positions in ``frames`` of the line that calls, and of the
+        ``forward`` (-1 for none). A call that did not end has -1 ns. ``names`` has the names that
+        the code of a ``forward`` reads: its position, the name, and the position of the line."""
+        frames: dict[str, int] = {}
+        calls: list[list[int]] = []
+        open_calls: list[list[int]] = []
+        names: dict[type, list[tuple[str, str]]] = {}
+        log, (perf_ns, unix_ns) = self._log, self._anchor
+        for kind, code, line, time in zip(log[::4], log[1::4], log[2::4], log[3::4], strict=False):
+            if kind is _OUTERMOST:
+                open_calls.clear()  # an interrupt may have come before an end
+            elif kind is not None:
+                texts = frame_text(code, line or 0), _forward_text(kind)
+                caller, forward = (frames.setdefault(t, len(frames)) if t else -1 for t in texts)
+                calls.append([len(open_calls), time - perf_ns, -1, caller, forward])
+                open_calls.append(calls[-1])
+                if kind not in names and len(names) < MAX_CLASSES:
+                    names[kind] = _names_in_forward(kind)
+            elif open_calls:
+                call = open_calls.pop()
+                call[2] = time - perf_ns - call[1]
+        rows = [
+            [
+                frames.setdefault(_forward_text(kind), len(frames)),
+                name,
+                frames.setdefault(line, len(frames)),
+            ]
+            for kind, found in names.items()
+            for name, line in found
+        ]
+        anchor = {"anchor_perf_ns": perf_ns, "anchor_unix_ns": unix_ns}
+        return {"frames": list(frames), "calls": calls, "names": rows} | anchor
+
+
+_OUTERMOST: Final = object()
+"""Mark in the log before an outermost call."""
+
+
+def _forward_text(kind: type) -> str:
+    """Return the frame at which a class's ``forward`` is defined; empty if it is no function."""
+    forward = _find_function(kind, "forward")
+    return "" if forward is None else frame_text(forward.__code__, forward.__code__.co_firstlineno)
+
+
+def _find_function(kind: type, name: str) -> FunctionType | None:
+    """Return a method of a class, without decorators such as ``torch.no_grad``."""
+    for base in kind.__mro__[:-1]:
+        if name in vars(base):
+            function = vars(base)[name]
+            function = getattr(function, "__wrapped__", function)
+            return function if type(function) is FunctionType else None
+    return None
+
+
+def _names_in_forward(kind: type) -> list[tuple[str, str]]:
+    """Return the names that a class's ``forward`` reads, with the frames of their lines. Methods of
+    the class and functions of the same file that it calls are part of it. Empty for torch's."""
+    forward = _find_function(kind, "forward")
+    if forward is None or kind.__module__.startswith("torch."):
+        return []
+    result: list[tuple[str, str]] = []
+    functions = [forward]
+    for function in functions:
+        code = function.__code__
+        used = used_names(code)
+        result += [(name, frame_text(code, line)) for name, line in used]
+        for name, _ in used:
+            inner = _find_function(kind, name) or function.__globals__.get(name)
+            if (
+                type(inner) is FunctionType
+                and inner.__code__.co_filename == code.co_filename
+                and inner not in functions
+                and len(functions) < MAX_FUNCTIONS
+            ):
+                functions.append(inner)
+    return result[:MAX_NAMES]

@@ -1,4 +1,4 @@
-"""Which frame of nested module calls stands for the operators in the innermost one."""
+"""The frame of nested module calls that stands for operators in the innermost one."""
 
 from __future__ import annotations
 

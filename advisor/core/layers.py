@@ -90,7 +90,9 @@ class LayerOutlier(Struct, frozen=True, kw_only=True):
 class Layers(Struct, kw_only=True):
     """Time and memory by module."""
 
-    source: Literal["module events", "ranges", "operator names", "FSDP", "Python frames"]
+    source: Literal[
+        "module events", "logged calls", "ranges", "operator names", "FSDP", "Python frames"
+    ]
     """Source of the module names."""
     on_device: bool
     """Whether times are total device work. Otherwise, they are operators' self time on the host."""

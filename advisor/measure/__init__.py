@@ -43,6 +43,7 @@ from advisor.measure.host.launches import (
     launched_before_recording,
 )
 from advisor.measure.host.layers import measure_layers
+from advisor.measure.host.module_calls import read_calls
 from advisor.measure.host.new_shapes import new_shape_calls, new_shape_spans
 from advisor.measure.host.operators import measure_operators
 from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weights_time
@@ -513,6 +514,9 @@ class Analysis:
         """Aligned with ``trace.cpu``: for rows of the backward pass, row of the forward operator
         that created their node, or -1 (``stacks.py``)."""
         return forward_ops(self.trace)
+
+    module_calls = _Measurement(read_calls)
+    """The recorder's log of module calls in the window."""
 
     forward_frame = _Measurement(forward_frames)
     """Aligned with ``trace.cpu``: the user's frame around each row's forward operator."""

@@ -4,9 +4,10 @@ The profiler records when each operator ran. The log has when each module's ``fo
 line that called it and where the ``forward`` is defined. So an operator gets the line of the call
 around it, at the cost of one entry per call, and only while the profiler slows the step anyway."""
 
+from collections.abc import Mapping
 from time import perf_counter_ns as now
 from time import time_ns
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, MappingProxyType
 from typing import Any, Final
 
 from advisor.recorder.built_in_calls import used_names
@@ -14,19 +15,23 @@ from advisor.recorder.stack_samples import frame_text
 
 MAX_CALLS = 6_000
 """Maximum number of calls in a window's log. Later ones are not logged."""
+CLOCK_TRIES = 5
+"""Number of readings of both clocks."""
+MAX_PATH = 300
+"""Maximum length of a module's path."""
 MAX_CLASSES, MAX_FUNCTIONS, MAX_NAMES = 100, 12, 300
 """Maximum number of classes whose names are written, and of functions and names of a class."""
 
 
 class CallLog:
     """Calls of nested modules in one thread. The training thread writes them as a flat list, which
-    the garbage collector need not look through: a module's class, its caller's code and line, and
-    the time. An end has no class."""
+    the garbage collector need not look through: a module's class and id, its caller's code and
+    line, and the time. An end has no class."""
 
     def __init__(self) -> None:
         self._log: list[Any] = []
         self._count = 0
-        self._anchor = now(), time_ns()
+        self._anchor = _read_clocks()
 
     def begin(self, module: Any, caller: FrameType | None, *, outermost: bool = False) -> bool:
         """Log that ``caller`` calls a module; return whether ``end`` must follow."""
@@ -34,37 +39,44 @@ class CallLog:
             return False
         self._count += 1
         if outermost:
-            self._log.extend((_OUTERMOST, None, 0, 0))
-        self._log.extend((type(module), caller.f_code, caller.f_lineno, now()))
+            self._log.extend((_OUTERMOST, 0, None, 0, 0))
+        self._log.extend((type(module), id(module), caller.f_code, caller.f_lineno, now()))
         return True
 
     def end(self) -> None:
         """Log that the innermost call has ended."""
-        self._log.extend((None, None, 0, now()))
+        self._log.extend((None, 0, None, 0, now()))
 
-    def describe(self) -> dict[str, Any]:
-        """Return the data of a ``calls`` event. ``anchor_perf_ns`` and ``anchor_unix_ns`` are the
-        same instant. ``calls`` has the calls by begin: level (0 for an outermost call), begin since
-        the anchor, ns, duration, ns, and positions in ``frames`` of the line that calls, and of the
-        ``forward`` (-1 for none). A call that did not end has -1 ns. ``names`` has the names that
+    def describe(self, known: Mapping[int, str] = MappingProxyType({})) -> dict[str, Any]:
+        """Return the data of a ``calls`` event. ``known``: paths of modules by id; another one gets
+        its class below the module around it.
+
+        ``anchor_perf_ns`` and ``anchor_unix_ns`` are the same instant. ``calls`` has the calls by
+        begin: level (0 for an outermost call), begin since the anchor, ns, duration, ns, positions
+        in ``frames`` of the line that calls and of the ``forward`` (-1 for none), and the position
+        in ``modules``. A call that did not end has -1 ns. ``names`` has the names that
         the code of a ``forward`` reads: its position, the name, and the position of the line."""
         frames: dict[str, int] = {}
+        modules: dict[str, int] = {}
         calls: list[list[int]] = []
-        open_calls: list[list[int]] = []
+        open_calls: list[tuple[list[int], str]] = []
         names: dict[type, list[tuple[str, str]]] = {}
-        log, (perf_ns, unix_ns) = self._log, self._anchor
-        for kind, code, line, time in zip(log[::4], log[1::4], log[2::4], log[3::4], strict=False):
+        perf_ns, unix_ns = self._anchor
+        for kind, key, code, line, time in zip(*(self._log[i::5] for i in range(5)), strict=False):
             if kind is _OUTERMOST:
                 open_calls.clear()  # an interrupt may have come before an end
             elif kind is not None:
                 texts = frame_text(code, line or 0), _forward_text(kind)
                 caller, forward = (frames.setdefault(t, len(frames)) if t else -1 for t in texts)
-                calls.append([len(open_calls), time - perf_ns, -1, caller, forward])
-                open_calls.append(calls[-1])
+                around = f"{open_calls[-1][1]}." if open_calls else ""
+                path = known.get(key) or f"{around}{kind.__name__}"[-MAX_PATH:]
+                module = modules.setdefault(path, len(modules))
+                calls.append([len(open_calls), time - perf_ns, -1, caller, forward, module])
+                open_calls.append((calls[-1], path))
                 if kind not in names and len(names) < MAX_CLASSES:
                     names[kind] = _names_in_forward(kind)
             elif open_calls:
-                call = open_calls.pop()
+                call, _ = open_calls.pop()
                 call[2] = time - perf_ns - call[1]
         rows = [
             [
@@ -76,7 +88,16 @@ class CallLog:
             for name, line in found
         ]
         anchor = {"anchor_perf_ns": perf_ns, "anchor_unix_ns": unix_ns}
-        return {"frames": list(frames), "calls": calls, "names": rows} | anchor
+        data = {"frames": list(frames), "modules": list(modules), "calls": calls, "names": rows}
+        return data | anchor
+
+
+def _read_clocks() -> tuple[int, int]:
+    """Return the same instant on both clocks, ns: the best of a few tries, in case the thread lost
+    its core between two readings."""
+    tries = [(now(), time_ns(), now()) for _ in range(CLOCK_TRIES)]
+    before, unix, after = min(tries, key=lambda reading: reading[2] - reading[0])
+    return (before + after) // 2, unix
 
 
 _OUTERMOST: Final = object()

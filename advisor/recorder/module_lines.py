@@ -34,6 +34,8 @@ class ModuleLines:
     def __init__(self, write_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._write_event = write_event
         self._call_counts: dict[int, int] = {}
+        self.paths: dict[int, str] = {}
+        """Paths of the described models' modules by id, such as ``Net.blocks.0.conv``."""
 
     def on_forward(self, module: Any) -> None:
         """Count an outermost forward that begins, and describe the module at its third one."""
@@ -49,17 +51,20 @@ class ModuleLines:
         if calls + 1 < CALLS_BEFORE:
             return
         with suppress(Exception):  # examining a class of the program may do anything
-            if table := describe_modules(module):
+            if table := describe_modules(module, self.paths):
                 self._write_event("modules", {"model": type(module).__name__, "modules": table})
 
 
-def describe_modules(model: Any) -> list[list[Any]]:
-    """Return the table of a model's modules that have weights of their own."""
+def describe_modules(model: Any, paths: dict[int, str] | None = None) -> list[list[Any]]:
+    """Return the table of a model's modules that have weights of their own. Add the paths of all
+    modules to ``paths``."""
     entries: dict[tuple[Any, ...], list[Any]] = {}
     modules_by_name = {"": model}
     frames: dict[tuple[type, str], str] = {}
     for name, module in islice(model.named_modules(), MAX_MODULES):
         modules_by_name[name] = module
+        if paths is not None:
+            paths.setdefault(id(module), f"{type(model).__name__}.{name}".rstrip("."))
         weights = {
             attribute: list(weight.shape)
             for attribute, weight in vars(module).get("_parameters", {}).items()

@@ -169,7 +169,9 @@ class RecordingSession(Listener):
             self.hooks,
             TraceRanges(self.tape),
             self._host_is_ahead,
-            lambda data: self.write_event("calls", data),
+            lambda number, log: self.write_event(
+                "calls", {"window": number} | log.describe(self.module_lines.paths)
+            ),
         )
         self.oom = OutOfMemoryHook(
             lambda data: self.write_event("oom", data), options.memory_history

@@ -75,7 +75,7 @@ UNSAFE_REASON = "inside a backward, a hook or compiled code, where no profiler m
 
 class Windows:
     """Profiled windows of one rank. ``write_event(data)`` writes a ``window`` event, and
-    ``write_calls(data)`` a ``calls`` event.
+    ``write_calls(number, log)`` the module calls of a window.
     ``host_is_ahead`` returns whether the device lags so far behind that host times are useless."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Windows:
         hooks: Hooks,
         ranges: TraceRanges,
         host_is_ahead: Callable[[], bool] = lambda: False,
-        write_calls: Callable[[dict[str, Any]], None] = lambda data: None,
+        write_calls: Callable[[int, CallLog], None] = lambda number, log: None,
     ) -> None:
         self._write_calls = write_calls
         self._call_log: CallLog | None = None
@@ -621,7 +621,7 @@ class Windows:
                 (self._folder / trace_name(number)).unlink(missing_ok=True)
                 event["state"] = "dropped"
             elif call_log is not None:
-                self._write_calls({"window": number} | call_log.describe())
+                self._write_calls(number, call_log)
         except (OSError, RuntimeError, AssertionError, ValueError) as error:
             event["state"] = "failed"
             event["why"] = f"{type(error).__name__}: {error}"[:300]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from advisor.measure.host.module_calls import find_place
@@ -32,10 +34,10 @@ LOOP, NET, LINEAR, IN_ATTENTION, ATTENTION, IN_NET, SEQUENTIAL = range(len(FRAME
 def test_the_innermost_frame_of_the_users_code_is_named(
     chain: tuple[int, ...], line: int, layer: str | None, is_definition: bool
 ) -> None:
-    place = find_place(FRAMES, chain)
+    place = find_place(FRAMES, tuple(pairwise(chain))[::2])
     assert place is not None
     assert (place.frame.line, place.layer, place.is_definition) == (line, layer, is_definition)
 
 
 def test_calls_in_torch_alone_have_no_place() -> None:
-    assert find_place(FRAMES, (SEQUENTIAL, LINEAR, -1, -1)) is None
+    assert find_place(FRAMES, ((SEQUENTIAL, LINEAR), (-1, -1))) is None

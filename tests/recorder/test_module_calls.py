@@ -21,6 +21,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
+pytestmark = pytest.mark.timed
+
 
 class Dice(nn.Module):
     def of_class(self, p: Any, t: Any) -> Any:
@@ -116,16 +118,27 @@ def test_an_operator_outside_of_modules_has_no_line(analysis: Analysis) -> None:
     assert line_of_call(analysis, Location()) is None
 
 
+def test_layers_are_known_without_stacks(analysis: Analysis) -> None:
+    layers = analysis.layers
+    assert layers is not None and layers.source == "logged calls"
+    names = layers.nodes["name"].to_list()
+    assert {"Net", "blocks.0", "blocks.1", "conv", "drop", "last", "Dice"} == set(names)
+    net = layers.nodes.filter(layers.nodes["name"] == "Net")
+    assert net["ns"][0] > 0.3 * layers.total_ns and net["backward"][0] > 0
+
+
 DAMAGED: list[dict[str, Any]] = [
     {"window": 7},
     {"frames": None},
     {"frames": [3]},
     {"calls": []},
     {"calls": [[0, 1, 2]]},
-    {"calls": [[0, 5, 2, 0, 99]]},
-    {"calls": [[0, -5, 2, 0, 0]]},
-    {"calls": [[0, "x", 2, 0, 0]]},
-    {"calls": [[0, 1 << 70, 2, 0, 0]]},
+    {"calls": [[0, 5, 2, 0, 99, 0]]},
+    {"calls": [[0, 5, 2, 0, 0, 99]]},
+    {"calls": [[0, -5, 2, 0, 0, 0]]},
+    {"calls": [[0, "x", 2, 0, 0, 0]]},
+    {"calls": [[0, 1 << 70, 2, 0, 0, 0]]},
+    {"modules": [None]},
     {"calls": {"0": 1}},
     {"names": [[0, 1]]},
     {"names": [[99, "add", 0]]},

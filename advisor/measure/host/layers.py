@@ -100,7 +100,7 @@ def measure_layers(a: Analysis) -> LayerTable | None:
     best: tuple[int, SourceName, ModuleTree, Source, Rows, Rows] | None = None
     for name, read in SOURCES.items():
         tree = ModuleTree()
-        source = read(a.trace, tree)
+        source = read(a, tree)
         if source is None:
             continue
         if work is None:

@@ -1,17 +1,29 @@
 """Lines of operators in recordings without Python stacks: the recorder's log of module calls in the
 profiled window, matched with operators by time."""
 
-from collections import Counter
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Location
 from advisor.core.run_directory import MAX_VALUE
-from advisor.measure import Analysis
-from advisor.measure.host.stacks import Frame, frame_rank, normalize_operator_name, parse_frame
+from advisor.measure.host.stacks import (
+    Frame,
+    Rows,
+    frame_rank,
+    normalize_operator_name,
+    parse_frame,
+)
+
+if TYPE_CHECKING:
+    from advisor.core.trace import Trace
+    from advisor.measure import Analysis
 
 FORWARD_RANGE = "advisor::forward"
 """Name of the recorder's range around an outermost module call."""
@@ -49,23 +61,32 @@ class LoggedCalls(NamedTuple):
     starts: NDArray[np.int64]
     pieces: NDArray[np.int64]
     places: list[CallPlace | None]
+    paths: list[str]
+    """Path of the innermost module of each place."""
     lines: dict[tuple[Frame, str], Frame | None]
     """First line of a name in the code of a ``forward``, or ``None`` if it is in several functions
     of it."""
+
+    def find(self, trace: Trace, rows: Rows) -> NDArray[np.int64]:
+        """Return the position of the place of each host row, or -1 outside of calls."""
+        if not len(self.starts) or not trace.cpu.height:
+            return np.full(len(rows), -1, dtype=np.int64)
+        row = np.maximum(rows, 0)
+        is_in_thread = (rows >= 0) & (trace.cpu["thread"].to_numpy()[row] == self.thread)
+        piece = np.searchsorted(self.starts, trace.cpu["ts"].to_numpy()[row], side="right") - 1
+        return np.where(is_in_thread & (piece >= 0), self.pieces[np.maximum(piece, 0)], -1)
 
 
 def line_of_call(a: Analysis, place: Location) -> CallPlace | None:
     """Find the line that calls the module in which an operator of ``place`` takes most of its time,
     or the line of the ``forward`` that runs it. ``None`` if no function has most of the time."""
-    calls = read_calls(a) if place.op is not None else None
+    calls = a.module_calls if place.op is not None else None
     if calls is None:
         return None
     rows, ns = rows_of_place(a, place)
     forward = a.forward_op[rows]  # of a gradient
     rows = np.where(forward >= 0, forward, rows)
-    is_in_thread = a.trace.cpu["thread"].to_numpy()[rows] == calls.thread
-    piece = np.searchsorted(calls.starts, a.trace.cpu["ts"].to_numpy()[rows], side="right") - 1
-    found = np.where(is_in_thread & (piece >= 0), calls.pieces[np.maximum(piece, 0)], -1)
+    found = calls.find(a.trace, rows)
     outermost = a.outermost_aten[rows]
     names = a.trace.cpu["name"].gather(np.where(outermost >= 0, outermost, rows)).to_list()
     times: Counter[CallPlace] = Counter()
@@ -98,11 +119,11 @@ def _with_line_of_name(called: CallPlace, operator: str, calls: LoggedCalls) -> 
 def read_calls(a: Analysis) -> LoggedCalls | None:
     """Read the recorder's log of the window, on the trace's clock. ``None`` if there is none, or if
     its outermost calls are not in the trace's ranges of them."""
-    event = _find_event(a)
+    log = _read_log(a)
     ranges = a.trace.cpu.filter(pl.col("name") == FORWARD_RANGE).sort("ts")
-    if event is None or not ranges.height or ranges["thread"].n_unique() > 1:
+    if log is None or not ranges.height or ranges["thread"].n_unique() > 1:
         return None
-    frames, calls, lines, origin = event
+    frames, modules, calls, lines, origin = log
     earliest = int(ranges["ts"][0]) - MAX_CLOCK_ERROR_NS  # warm-up before it is not in the trace
     is_outermost = (calls[:, 0] == 0) & (calls[:, 1] + origin >= earliest)
     calls = calls[np.argmax(is_outermost) :]
@@ -118,27 +139,30 @@ def read_calls(a: Analysis) -> LoggedCalls | None:
     starts: list[int] = []
     pieces: list[int] = []
     places: list[CallPlace | None] = []
-    positions: dict[tuple[int, ...], int] = {}
-    open_calls: list[tuple[int, tuple[int, ...]]] = []
-    never = (0, np.iinfo(np.int64).max - origin, 0, -1, -1)
-    for level, offset, duration, caller, forward in [*calls.tolist(), never]:
+    paths: list[str] = []
+    positions: dict[tuple[Chain, int], int] = {}
+    open_calls: list[tuple[int, Chain, int]] = []
+    last = (0, np.iinfo(np.int64).max - origin, 0, -1, -1, -1)  # ends all calls
+    for level, offset, duration, caller, forward, module in [*calls.tolist(), last]:
         while open_calls and (len(open_calls) > level or open_calls[-1][0] <= offset):
-            end, _ = open_calls.pop()
+            end, *_ = open_calls.pop()
             starts.append(min(end, offset) + origin)
-            pieces.append(positions[open_calls[-1][1]] if open_calls else -1)
-        around_it = open_calls[-1] if open_calls else (never[1], ())
-        key = (*around_it[1], caller, forward)
-        if key not in positions:
-            positions[key] = len(places)
-            places.append(find_place(frames, key))
-        open_calls.append((min(offset + max(duration, 0), around_it[0]), key))
+            pieces.append(positions[open_calls[-1][1:]] if open_calls else -1)
+        end_around, chain_around, _ = open_calls[-1] if open_calls else (last[1], (), -1)
+        chain = (*chain_around, (caller, forward))
+        if (chain, module) not in positions:
+            positions[chain, module] = len(places)
+            places.append(find_place(frames, chain))
+            paths.append(modules[module])
+        open_calls.append((min(offset + max(duration, 0), end_around), chain, module))
         starts.append(offset + origin)
-        pieces.append(positions[key])
+        pieces.append(positions[chain, module])
     return LoggedCalls(
         int(ranges["thread"][0]),
         np.array(starts, np.int64),
         np.array(pieces, np.int64),
         places,
+        paths,
         lines,
     )
 
@@ -146,54 +170,67 @@ def read_calls(a: Analysis) -> LoggedCalls | None:
 _Names = dict[tuple[Frame, str], Frame | None]
 
 
-def _find_event(a: Analysis) -> tuple[list[str], NDArray[np.int64], _Names, int] | None:
-    """Return the frames, calls and names of the window's log, and the anchor's time on the trace's
-    clock. ``None`` if they are damaged."""
+def _read_log(a: Analysis) -> tuple[list[str], list[str], NDArray[np.int64], _Names, int] | None:
+    """Return frames, modules, calls and names of the window's log, and the anchor's time on the
+    trace's clock. ``None`` if there is no log, or a damaged one."""
     events = [] if a.record is None else a.record.events_of("calls")
     events = [event for event in events if event.get("window") == a.trace.meta.window]
     if not events or a.trace.meta.clock != "unix":
         return None
-    frames, calls, names, anchor = map(
-        events[-1].get, ("frames", "calls", "names", "anchor_unix_ns")
-    )
+    event = events[-1]
     try:
-        table = np.array(calls, dtype=np.int64).reshape(-1, 5)
-        lines = _read_lines(names, [parse_frame(frame) for frame in frames or ()])
-    except (TypeError, ValueError, OverflowError, IndexError):
+        log = msgspec.convert(event, _Log)
+        calls = np.array(log.calls, dtype=np.int64).reshape(-1, 6)
+        lines = _read_lines(log.names, [parse_frame(frame) for frame in log.frames])
+    except (msgspec.ValidationError, ValueError, OverflowError, IndexError):
         return None
     is_valid = (
-        len(table) > 0
-        and (table[:, 1:3] < MAX_VALUE).all()
-        and (table[:, 1] >= 0).all()
-        and (np.diff(table[:, 1]) >= 0).all()
-        and ((table[:, 3:] >= -1) & (table[:, 3:] < len(frames or ()))).all()
+        len(calls) > 0
+        and (calls[:, 1:3] < MAX_VALUE).all()
+        and (calls[:, 1] >= 0).all()
+        and (np.diff(calls[:, 1]) >= 0).all()
+        and ((calls[:, 3:5] >= -1) & (calls[:, 3:5] < len(log.frames))).all()
+        and ((calls[:, 5] >= 0) & (calls[:, 5] < len(log.modules))).all()
     )
-    if not is_valid or type(anchor) is not int or not 0 < anchor < MAX_VALUE or frames is None:
+    if not is_valid or not 0 < log.anchor_unix_ns < MAX_VALUE:
         return None
-    return frames, table, lines, anchor - a.trace.meta.start_ns
+    return log.frames, log.modules, calls, lines, log.anchor_unix_ns - a.trace.meta.start_ns
 
 
-def _read_lines(names: Any, frames: list[Frame | None]) -> _Names:
+class _Log(msgspec.Struct):
+    """Data of a ``calls`` event, as the recorder writes it."""
+
+    frames: list[str]
+    modules: list[str]
+    calls: list[list[int]]
+    names: list[tuple[int, str, int]]
+    anchor_unix_ns: int
+
+
+def _read_lines(names: list[tuple[int, str, int]], frames: list[Frame | None]) -> _Names:
     """Return the line of each name in the code of a ``forward``: the first one of a function, or
-    ``None`` if several functions have the name. Raises TypeError, ValueError or
-    IndexError if the names are damaged."""
+    ``None`` if several functions have the name. Raises IndexError for missing frames."""
     result: _Names = {}
-    for forward, name, position in names or ():
+    for forward, name, position in names:
         definition, line = frames[forward], frames[position]
         if definition is not None and line is not None:
-            key = definition, str(name)
+            key = definition, name
             first = result.get(key, line)
             is_same = first is not None and first[::2] == line[::2]  # the function
             result[key] = min(first or line, line) if is_same else None
     return result
 
 
-def find_place(frames: list[str], chain: tuple[int, ...]) -> CallPlace | None:
-    """Return the place of operators in a call. ``chain``: the frames of the lines that call and of
-    the definitions of ``forward``, in turn, from the outermost call inwards.
+Chain = tuple[tuple[int, int], ...]
+"""Nested calls from the outermost inwards: positions of the frame of the line that calls, and of
+the definition of ``forward``, or -1."""
+
+
+def find_place(frames: list[str], chain: Chain) -> CallPlace | None:
+    """Return the place of operators in the innermost call of a chain.
 
     It is the innermost frame of the user's own code, or else of an installed library."""
-    texts = [frames[position] if position >= 0 else "" for position in chain]
+    texts = [frames[position] if position >= 0 else "" for call in chain for position in call]
     ranks = [frame_rank(text) for text in texts]
     for rank in (2, 1):
         if rank in ranks:

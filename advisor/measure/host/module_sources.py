@@ -1,12 +1,14 @@
 """Sources of modules in a trace. Each source maps rows of the host to nodes of a tree of names.
 
-Events of modules (PyTorch), ranges named after modules (NVTX, ``record_function``), names of
-operators that are paths (XLA), marks before and after the forward of a module (FSDP), Python frames
-of ``forward``."""
+Events of modules (PyTorch), the recorder's log of their calls, ranges named after modules (NVTX,
+``record_function``), names of operators that are paths (XLA), marks before and after the forward of
+a module (FSDP), Python frames of ``forward``."""
+
+from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 import polars as pl
@@ -17,11 +19,16 @@ from advisor.measure.host.names import distinct_names, name_matches
 from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import Rows, climb_stack, parent_rows, rows_around
 
+if TYPE_CHECKING:
+    from advisor.measure import Analysis
+
 MAX_NODES: Final = 20_000
 """Maximum modules of a recording. Work of further modules counts for the module around them."""
 MAX_DEPTH: Final = 64
 """Maximum nesting depth of modules."""
-SourceName = Literal["module events", "ranges", "operator names", "FSDP", "Python frames"]
+SourceName = Literal[
+    "module events", "logged calls", "ranges", "operator names", "FSDP", "Python frames"
+]
 Find = Callable[[Rows], Rows]
 """Function from rows of ``trace.cpu`` to nodes, or -1 outside of modules."""
 
@@ -203,8 +210,9 @@ def _find_nested(
     return find, node
 
 
-def _find_module_events(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_module_events(a: Analysis, tree: ModuleTree) -> Source | None:
     """Find ``nn.Module: Linear_0``, named by the class and the module's number in the class."""
+    trace = a.trace
     frames = np.flatnonzero((trace.cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(trace.cpu["name"].gather(frames), f"^{MODULE}").to_numpy()]
     if not len(rows):
@@ -212,8 +220,9 @@ def _find_module_events(trace: Trace, tree: ModuleTree) -> Source | None:
     return _find_nested(trace, tree, rows, lambda name: (name.removeprefix(MODULE),))
 
 
-def _find_ranges(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_ranges(a: Analysis, tree: ModuleTree) -> Source | None:
     """Find ``model.layers.0.mlp``, ``layer_3``, and the ranges of vLLM's hooks."""
+    trace = a.trace
     ranges = np.flatnonzero((trace.cpu["kind"] == "annotation").to_numpy())
     names = trace.cpu["name"].gather(ranges)
     is_module = name_matches(names, f"{_MODULE_PATH}|{_MODULE_MARK}").to_numpy()
@@ -234,9 +243,9 @@ def _find_ranges(trace: Trace, tree: ModuleTree) -> Source | None:
     return _find_nested(trace, tree, ranges[is_layer[name_index]], path_of_name.__getitem__)
 
 
-def _find_fsdp_modules(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_fsdp_modules(a: Analysis, tree: ModuleTree) -> Source | None:
     """Find modules between FSDP's ranges before and after their forward."""
-    cpu = trace.cpu
+    cpu = a.trace.cpu
     ranges = np.flatnonzero((cpu["kind"] == "annotation").to_numpy())
     rows = ranges[name_matches(cpu["name"].gather(ranges), _FSDP_MARK).to_numpy()]
     if not len(rows):
@@ -277,8 +286,9 @@ def _find_fsdp_modules(trace: Trace, tree: ModuleTree) -> Source | None:
     return find, node
 
 
-def _find_operator_modules(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_operator_modules(a: Analysis, tree: ModuleTree) -> Source | None:
     """Find modules in the operators of XLA and TensorFlow, whose names are paths of scopes."""
+    trace = a.trace
     if trace.meta.framework not in (TENSORFLOW, JAX):
         return None
     rows = trace.gpu["op"].drop_nulls().unique().sort().to_numpy()
@@ -289,8 +299,9 @@ def _find_operator_modules(trace: Trace, tree: ModuleTree) -> Source | None:
     return find, np.empty(0, dtype=np.int32)
 
 
-def _find_forward_frames(trace: Trace, tree: ModuleTree) -> Source | None:
+def _find_forward_frames(a: Analysis, tree: ModuleTree) -> Source | None:
     """Find ``forward`` in Python frames, called by a module."""
+    trace = a.trace
     cpu = trace.cpu
     frames = np.flatnonzero((cpu["kind"] == "python").to_numpy())
     rows = frames[name_matches(cpu["name"].gather(frames), _FORWARD_FRAME).to_numpy()]
@@ -307,8 +318,23 @@ def _find_forward_frames(trace: Trace, tree: ModuleTree) -> Source | None:
     return _find_nested(trace, tree, rows, name, in_order=True)
 
 
-SOURCES: Final[dict[SourceName, Callable[[Trace, ModuleTree], Source | None]]] = {
+def _find_logged_calls(a: Analysis, tree: ModuleTree) -> Source | None:
+    """Find the modules in the recorder's log of their calls."""
+    calls = a.module_calls
+    if calls is None:
+        return None
+    nodes = [tree.insert(-1, split_modules(path)) for path in calls.paths]
+    node_of_place = np.array([*nodes, -1], dtype=np.int32)
+
+    def find(wanted: Rows) -> Rows:
+        return node_of_place[calls.find(a.trace, wanted)]
+
+    return find, np.empty(0, dtype=np.int32)
+
+
+SOURCES: Final[dict[SourceName, Callable[[Analysis, ModuleTree], Source | None]]] = {
     "module events": _find_module_events,
+    "logged calls": _find_logged_calls,
     "ranges": _find_ranges,
     "operator names": _find_operator_modules,
     "FSDP": _find_fsdp_modules,

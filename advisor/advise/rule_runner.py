@@ -269,10 +269,10 @@ def _fill_outcome(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Out
     finding = weigh_confidence(finding, rule, a)
     where = [_with_line(place, a) for place in finding.where]
     if where and a.recorded is not None and not any(place.file for place in where):
+        where = [_with_called_line(place, a) for place in where]
         counts = [place.count or 1 for place in where]
-        if counts[0] >= MIN_MAIN_PLACE_SHARE * sum(
-            counts
-        ):  # else the line may belong to unrelated code
+        is_main = counts[0] >= MIN_MAIN_PLACE_SHARE * sum(counts)
+        if is_main and not any(place.file for place in where):
             where = [_with_layer_line(place, a) for place in where]
     if rule.sampled_part and a.recorded is not None and not any(place.file for place in where):
         line = a.recorded.hottest_line(rule.sampled_part)
@@ -282,28 +282,26 @@ def _fill_outcome(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Out
     return structs.replace(finding, trace_rank=rank, device=a.device_id)
 
 
-def _with_layer_line(place: Location, a: Analysis) -> Location:
-    """Add the line of the user's code to an operator's place: from the call of the module that runs
-    it, from the layer with its weights, or else from stacks sampled outside windows."""
+def _with_called_line(place: Location, a: Analysis) -> Location:
+    """Add the user's line of code to an operator's place, from the log of module calls."""
     called = line_of_call(a, place)
-    if called is not None:
-        exact = _with_sampled_line(place, a) if called.is_definition else place
-        if (exact.file, exact.function) == (called.frame.file, called.frame.function):
-            return exact
-        return structs.replace(
-            place,
-            file=called.frame.file,
-            line=called.frame.line,
-            function=called.frame.function,
-            layer=place.layer or called.layer,
-        )
+    if called is None:
+        return place
+    location = called.frame.location
+    if called.is_definition:  # a sampled line of the same function says more
+        sampled = _with_sampled_line(place, a)
+        if (sampled.file, sampled.function) == (location.file, location.function):
+            return sampled
+    return _add_line(place, location, layer=place.layer or called.layer)
+
+
+def _with_layer_line(place: Location, a: Analysis) -> Location:
+    """Add the user's line of code to an operator's place: from the layer with its weights, or else
+    from stacks sampled outside windows."""
     line = line_of_layer(a, place)
     if line is None:
         return _with_sampled_line(place, a)
-    layer = place.layer or line.layer
-    return structs.replace(
-        place, file=line.file, line=line.line, function=line.function, layer=layer
-    )
+    return _add_line(place, line, layer=place.layer or line.layer)
 
 
 def _with_sampled_line(place: Location, a: Analysis) -> Location:
@@ -311,13 +309,18 @@ def _with_sampled_line(place: Location, a: Analysis) -> Location:
     line = None if place.op is None else line_of_operator(a, place.op)
     if line is None or _has_copies_too(place, a):
         return place
-    location = line.location
+    return _add_line(place, line.location, layer=place.layer, sampled_share=line.share)
+
+
+def _add_line(place: Location, line: Location, **fields: str | float | None) -> Location:
+    """Add the line of an operator to its place. It is inside of the layer."""
     return structs.replace(
         place,
-        file=location.file,
-        line=location.line,
-        function=location.function,
-        sampled_share=line.share,
+        file=line.file,
+        line=line.line,
+        function=line.function,
+        around_layer=False,
+        **fields,
     )
 
 

@@ -26,6 +26,7 @@ from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
 _ACCUMULATES = f"{NODE_PREFIX}torch::autograd::AccumulateGrad"
+_NORM = r"^aten::(?:linalg_vector_)?norm$|^aten::_foreach_norm$"
 _LAYER = r"^aten::(?:linear|addmm|mm|bmm|conv[123]d|convolution|lstm|gru|embedding)$"
 
 
@@ -40,6 +41,9 @@ class Passes(NamedTuple):
     """Start of the first pass of each step, ns."""
     ends: list[int]
     """End of the last pass of each step, ns."""
+
+    clipped: bool
+    """Whether the norm of the gradients is computed after each pass."""
 
     @property
     def accumulate(self) -> bool:
@@ -57,6 +61,10 @@ class SmallMicroBatches(Rule):
     Passes are equal by the shapes of their layers, and one optimizer step follows them. Operators
     of 0.3 ms or more count as real work, which grows with the batch. On a GPU only the host's time
     shrinks: nothing is saved if the device sets the pace.
+
+    Where the norm of the gradients is computed after each pass, they are clipped pass by pass, as
+    in differentially private training. Then a larger micro-batch would change the result, and
+    ``vmap`` over the samples does not.
 
     Passes that do not add to gradients of weights do not count, nor do those with ``aten::sign``
     between them. In meta-learning and in attacks on the input a pass needs the result of the
@@ -98,10 +106,25 @@ class SmallMicroBatches(Rule):
         "accumulation_steps = accumulation_steps // {count}"
     )
     cases = {
+        "per-sample gradients": {
+            "title": "Gradients are computed and clipped pass by pass",
+            "fix": "Compute the gradients of all samples in one pass with torch.func, and clip "
+            "each. A larger micro-batch would clip their sum.",
+            "code": "from torch.func import functional_call, grad, vmap\n"
+            "def sample_loss(weights, x, y):\n"
+            "    out = functional_call(model, weights, (x[None],))\n"
+            "    return F.cross_entropy(out, y[None])    # your loss\n"
+            "weights = {n: p.detach() for n, p in model.named_parameters()}\n"
+            "per_sample = vmap(grad(sample_loss), (None, 0, 0))\n"
+            "grads = per_sample(weights, x, y)   # name: one row per sample",
+            "verify": "Record again: one pass per step, with the same loss after some steps.",
+            "falsified_by": "layers that vmap cannot run, such as batch norm, or dropout without "
+            "randomness='different'",
+        },
         "Hugging Face's Trainer": {
             "code": "TrainingArguments(..., per_device_train_batch_size={count} * batch,\n"
             "    gradient_accumulation_steps=steps // {count})"
-        }
+        },
     }
     verify = "Record again: fewer passes per step, and more samples per second."
     falsified_by = "passes that need the result of the previous one, or a batch that does not fit"
@@ -154,7 +177,11 @@ class SmallMicroBatches(Rule):
                     select, 1 - self.saved_share * gain, 1 - gain, 1 - self.worst_saved_share * gain
                 )
             ],
-            code=code.format(count=passes.number),
+            **(
+                self.case("per-sample gradients")
+                if passes.clipped
+                else {"code": code.format(count=passes.number)}
+            ),
         )
 
     @staticmethod
@@ -163,6 +190,7 @@ class SmallMicroBatches(Rule):
             "eight passes of a few samples": _build_training(),
             "on a GPU that waits": _build_training(gpu="A100"),
             "in Hugging Face's Trainer": _build_training(trainer="transformers"),
+            "clipped gradients of each sample": _build_training(between="aten::norm"),
             "one pass": (_build_training(passes=1), "min_passes"),
             "gradients of the input": (_build_training(weights=False), "passes.accumulate"),
             "an attack on the input": (_build_training(between="aten::sign"), "passes is None"),
@@ -190,20 +218,23 @@ def _find_passes(a: Analysis) -> Passes | None:
     in_pass = np.zeros(len(table), dtype=bool)
     for (_, pass_start), end in zip(pass_starts, ends, strict=True):
         in_pass[pass_start : end + 1] = True
-    sign_rows = np.flatnonzero((table["name"] == "aten::sign").to_numpy())
-    position = (
-        np.searchsorted([pass_start for _, pass_start in pass_starts], sign_rows)
-        % counts[pass_starts[0][0]]
-    )
-    if position.any():
-        return None  # between two passes of a step
-    starts, ends_ns = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
     count = counts[pass_starts[0][0]]
+
+    def after_passes(pattern: str) -> np.ndarray:
+        """Return how many passes of their step precede these operators: 0 for all of them."""
+        rows = np.flatnonzero(table["name"].str.contains(pattern).to_numpy())
+        return np.searchsorted([pass_start for _, pass_start in pass_starts], rows) % count
+
+    if after_passes("^aten::sign$").any():
+        return None
+    clipped_passes = len(np.unique(after_passes(_NORM)[after_passes(_NORM) > 0]))
+    starts, ends_ns = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
     return Passes(
         count,
         table.filter(pl.Series(in_pass)),
         [int(starts[pass_start]) for _, pass_start in pass_starts[::count]],
         [int(ends_ns[end]) for end in ends[count - 1 :: count]],
+        clipped_passes == count - 1,
     )
 
 

@@ -1,6 +1,6 @@
 """Time that operators on a CPU take by how they are called: FFTs by length, a sort and topk, norms
 and their like over a dimension that is not the innermost, distances and products of all pairs,
-smoothing filters, two products in either order.
+smoothing filters, two products in either order, products with a matrix of zeros.
 
 python benchmarks/bench_slow_arguments.py
 
@@ -179,6 +179,29 @@ def time_chains() -> None:
             print(f"{nodes} x {degree}, {layout}; 1, 32, 128, 512 columns: {times_text} ms")
 
 
+def time_mostly_zero_matrices() -> None:
+    """Print what remains of a dense product, forward and backward, with index_add, over the share
+    of the entries that are set."""
+    for size, degree, width in (
+        (512, 3, 64), (1024, 3, 64), (2400, 2, 96), (2400, 10, 96), (4000, 4, 128), (600, 6, 256),
+    ):  # fmt: skip
+        count = size * degree
+        source, target = torch.randint(size, (2, count))
+        matrix = torch.zeros(size, size)
+        matrix[target, source] = 1
+        value, h = torch.rand(count, 1), torch.randn(size, width, requires_grad=True)
+        gradient = torch.randn(size, width)
+
+        def multiply(matrix=matrix, h=h, gradient=gradient) -> None:  # type: ignore[no-untyped-def]
+            (matrix @ h).backward(gradient)
+
+        def add(s=source, t=target, w=value, h=h, g=gradient) -> None:  # type: ignore[no-untyped-def]
+            torch.zeros_like(h).index_add(0, t, h.index_select(0, s) * w).backward(g)
+
+        remains, density = time_of(add) / time_of(multiply), degree / size
+        print(f"{size} x {size}, {density:.2%} set: {remains:.3f}, {remains / density:.0f} times")
+
+
 def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)
@@ -188,6 +211,7 @@ def main() -> None:
     time_pairs()
     time_filters()
     time_chains()
+    time_mostly_zero_matrices()
 
 
 if __name__ == "__main__":

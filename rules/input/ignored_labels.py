@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.finding import Edit, Finding, Impact, Outcomes, Select
+from advisor.core.finding import Edit, Finding, Impact, Location, Outcomes, Select
 from advisor.core.intervals import union
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
@@ -17,6 +17,7 @@ from advisor.rules.support.common import (
     MAX_CORRELATIONS,
     Rows,
     amount_per_step,
+    costliest_places,
     impact_per_step,
     is_share,
     of_step,
@@ -120,7 +121,7 @@ class IgnoredLabels(Rule):
                     per=a.per,
                 ),
             ],
-            where=[] if line is None else [line.location],
+            where=_find_products(a, work) if line is None else [line.location],
             edits=edits,
             impact=impact,
         )
@@ -205,6 +206,13 @@ def _find_logit_work(a: Analysis, min_classes: int) -> LogitWork | None:
     ts, dur = (cpu[column].gather(logit_rows).to_numpy() for column in ("ts", "dur"))
     positions = size // vocabulary
     return LogitWork(np.array(logit_rows), vocabulary, positions, int(union(ts, ts + dur).total))
+
+
+def _find_products(a: Analysis, work: LogitWork) -> list[Location]:
+    """Return the place of the forward product that makes the logits."""
+    names = a.trace.cpu["name"].gather(work.rows).cast(pl.String)
+    is_forward = names.is_in(PRODUCTS).to_numpy() & (a.forward_op[work.rows] < 0)
+    return costliest_places(a, work.rows[is_forward], top=1)
 
 
 def _measure_device_ns(a: Analysis, edits: list[Edit]) -> int:

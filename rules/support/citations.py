@@ -140,7 +140,8 @@ SMT = Citation(
     "https://cloud.google.com/compute/docs/cpu-platforms",
 )
 SLOW_ARGUMENTS = Citation(
-    "measured: FFTs, sorts, reductions, pairs, filters, chains of products, one thread of a CPU",
+    "measured: FFTs, sorts, reductions, pairs, filters, chains of products, products with zeros, "
+    "one thread of a CPU",
     "benchmarks/bench_slow_arguments.py",
 )
 SPARSE_UPDATE = Citation(

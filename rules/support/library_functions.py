@@ -256,7 +256,8 @@ LIBRARY_FIXES = (
         "Drawing random numbers",
         "Draw many numbers in one call, with torch on the GPU if they are used there. "
         "choice(n, replace=False), permutation and shuffle order all n numbers: randint draws only "
-        "what is needed. With weights, add them up once: np.searchsorted then draws from the sums.",
+        "what is needed. With weights, add them up once: np.searchsorted then draws from the sums. "
+        "Of weights that change from draw to draw, keep a sum tree (torchrl's PrioritizedSampler).",
         "ids = torch.randint(n, (count,), device=device)   # may draw a number twice\n"
         "# with weights: sums = np.cumsum(weights); sums /= sums[-1]   # once\n"
         "# ids = np.searchsorted(sums, np.random.default_rng().random(count))",

@@ -72,6 +72,7 @@ CASES = {
     "worker_cpu": "cpu-bound-transforms",
     "joined_list": "joined-list",
     "embedding_bag": "dense-embedding-gradient",
+    "dense_graph": "mostly-zero-operand",
 }
 
 
@@ -91,6 +92,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
     [
         *(
             "dense_embedding",
+            "dense_graph",
             "constant_kernel",
             "contention",
             "embedded_prefix",

@@ -78,12 +78,15 @@ class LoggedCalls(NamedTuple):
 
 
 def line_of_call(a: Analysis, place: Location) -> CallPlace | None:
-    """Find the line that calls the module in which an operator of ``place`` takes most of its time,
-    or the line of the ``forward`` that runs it. ``None`` if no function has most of the time."""
+    """Find the line that calls the module of the worst instance of ``place``, or the line of the
+    ``forward`` that runs it. If no instance is known, all instances count. ``None`` if no function
+    has most of their time."""
     calls = a.module_calls if place.op is not None else None
     if calls is None:
         return None
     rows, ns = rows_of_place(a, place)
+    if place.ts_ns is not None and (is_worst := _begins_at(a, place.ts_ns, rows)).any():
+        rows, ns = rows[is_worst], ns[is_worst]
     forward = a.forward_op[rows]  # of a gradient
     rows = np.where(forward >= 0, forward, rows)
     found = calls.find(a.trace, rows)
@@ -104,6 +107,15 @@ def line_of_call(a: Analysis, place: Location) -> CallPlace | None:
         return None
     in_function = [c for c in times if (c.frame.file, c.frame.function) == function]
     return max(in_function, key=lambda called: (times[called], -called.frame.line))
+
+
+def _begins_at(a: Analysis, ts: int, rows: Rows) -> NDArray[np.bool_]:
+    """Return which operators, or the device work that they launch, begin at a time."""
+    result: NDArray[np.bool_] = a.trace.cpu["ts"].to_numpy()[rows] == ts
+    if a.device_id is not None:
+        gpu = a.trace.gpu
+        result |= np.isin(rows, gpu["op"].filter(gpu["ts"] == ts).drop_nulls().to_numpy())
+    return result
 
 
 def _with_line_of_name(called: CallPlace, operator: str, calls: LoggedCalls) -> CallPlace:

@@ -1,0 +1,271 @@
+"""Matrix products with a dense matrix that is nearly all zeros."""
+
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from advisor.core.finding import Finding, Outcomes
+from advisor.core.rule import Factor, Rule, Threshold
+from advisor.measure import Analysis
+from advisor.measure.device.matmuls import parse_product
+from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.shapes import OpInputs
+from advisor.measure.host.stacks import NODE_PREFIX
+from advisor.measure.steps.steps import rows_in_steps
+from advisor.rules.support.citations import (
+    CHOSEN,
+    CURED_RECORDINGS,
+    PEAKS,
+    SILENT_TRACES,
+    SLOW_ARGUMENTS,
+    XPROF,
+)
+from advisor.rules.support.common import (
+    amount_per_step,
+    backward_operators,
+    costliest_places,
+    of_step,
+    outermost_in_steps,
+)
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.testing import Examples, TraceBuilder
+
+PRODUCTS = frozenset(f"aten::{name}" for name in "matmul mm addmm bmm linear".split())
+ZERO, PUT, SCATTER = "aten::zero_", "aten::index_put_", "aten::scatter_"
+
+Shape = tuple[int, int]
+
+
+class SparseMatrix(NamedTuple):
+    """A dense matrix of zeros in which few entries are set."""
+
+    shape: Shape
+    """Rows and columns; leading dimensions count as rows."""
+    entries: int
+    """Number of entries that are set."""
+
+    @property
+    def density(self) -> float:
+        """Share of the entries that are set."""
+        return self.entries / prod(self.shape)
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether each row has one entry."""
+        return self.entries == self.shape[0] < prod(self.shape) / self.shape[0]
+
+
+class MostlyZeroOperand(Rule):
+    """A matrix product multiplies by a dense matrix that is nearly all zeros: an adjacency matrix
+    of a sparse graph, or one-hot vectors of ids. All zeros are read and multiplied. Only the rows
+    that belong to set entries are needed: ``index_select`` takes them and ``index_add`` sums them,
+    a sparse matrix does both, and for one-hot vectors an embedding is enough.
+
+    The rule sees a matrix of zeros that is filled by an index (``a[rows, columns] = values``,
+    ``scatter_``, ``one_hot``) in the window, and how many entries are set. Then it looks for
+    products in the forward pass with an operand of this shape. No product before them has a result
+    of this shape, so it is no activation. Matrices that were made before the window are not seen.
+
+    The remaining time grows with the density: the share of the entries that are set. On a GPU dense
+    products are faster in comparison, and only a sparser matrix gains."""
+
+    id = "mostly-zero-operand"
+    title = "Matrix products multiply by a dense matrix that is nearly all zeros"
+    found_in: ClassVar[tuple[str, ...]] = ("recorded/dense_graph.slow",)
+    silent_in: ClassVar[tuple[str, ...]] = (
+        "recorded/dense_graph.cured",
+        *SILENT_TRACES,
+        *CURED_RECORDINGS,
+    )
+    validation_note = "a CPU recording, torch 2.13, and its cure: 58.2 ms predicted, 60 ms measured"
+    references = (
+        "https://pytorch-geometric.readthedocs.io/en/latest/advanced/batching.html",
+        "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.index_add_.html",
+    )
+
+    min_entries = Threshold(65_536, "entries of the matrix, set or not", CHOSEN)
+    min_share = Threshold(0.05, "of the step, of products with zeros", XPROF)
+    remaining_ratio = Factor(50, "times the density remains, on a CPU", SLOW_ARGUMENTS)
+    device_remaining_ratio = Factor(
+        400, "times the density remains, by bandwidth and FLOP rate in FP32", PEAKS
+    )
+    best_remaining = Factor(0.5, "of the remaining time, at best", SLOW_ARGUMENTS)
+    worst_remaining = Factor(3, "times the remaining time, at worst", CHOSEN)
+
+    fix = (
+        "Keep the pairs of rows and columns with their values, and sum the rows that belong "
+        "together with index_add. torch.sparse.mm and torch_geometric do the same."
+    )
+    code = (
+        "# pairs (target, source) with values w, instead of a matrix A\n"
+        "rows = h.index_select(0, source) * w[:, None]\n"
+        "h = torch.zeros_like(h).index_add(0, target, rows)   # was: A @ h"
+    )
+    cases = {
+        "one-hot": {
+            "title": "One-hot vectors are multiplied by a matrix",
+            "fix": "Look the rows up: the product of one-hot vectors and a matrix is an embedding.",
+            "code": "y = F.embedding(ids, table)   # was: F.one_hot(ids, n).float() @ table",
+        }
+    }
+    verify = "Record again: the products are gone. Compare the results."
+    falsified_by = "entries that are set in another way than by index"
+    assumptions = ("the matrix has no other entries",)
+    confidence = 0.8
+
+    def check(self, a: Analysis) -> Outcomes:
+        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+            return
+        matrices = self._find_matrices(a)
+        if not matrices:
+            return
+        products = _find_products(a, matrices)
+        if not products:
+            return
+        largest = max(products, key=lambda matrix: time_of_operators(a, products[matrix]))
+        similar = [m for m in products if m.is_one_hot == largest.is_one_hot]
+        forward_rows = np.concatenate([products[matrix] for matrix in similar])
+        backward_rows = rows_in_steps(a, backward_operators(a, forward_rows))
+        rows = np.concatenate([forward_rows, backward_rows])
+        ns = time_of_operators(a, rows)
+        ratio = self.remaining_ratio if a.device_id is None else self.device_remaining_ratio
+        left = ns * ratio * max(matrix.density for matrix in similar)
+        saved = tuple(
+            max(0.0, ns - factor * left)
+            for factor in (1, self.best_remaining, self.worst_remaining)
+        )
+        if saved[0] < self.min_share * a.span_ns:
+            return
+        height, width = largest.shape
+        yield Finding(
+            summary=(
+                f"Products with a matrix of {height:,} × {width:,} in which at most "
+                f"{largest.entries:,} entries are set: {of_step(a, ns)}."
+            ),
+            evidence=[
+                amount_per_step(a, "products with the matrix", len(forward_rows), "count"),
+                amount_per_step(a, "time of the products", ns),
+                self.compare("entries of the matrix", height * width, "min_entries", "count"),
+                self.compare(
+                    "time of products with zeros, share",
+                    saved[0] / a.span_ns,
+                    "min_share",
+                    per=a.per,
+                ),
+            ],
+            where=costliest_places(a, forward_rows),
+            edits=[scale_operators(a, rows, saved)],
+            **(self.case("one-hot") if largest.is_one_hot else {}),
+        )
+
+    def _find_matrices(self, a: Analysis) -> dict[Shape, SparseMatrix]:
+        """Return the matrices of zeros that are filled by index, by shape: the densest of each."""
+        cpu = a.trace.cpu
+        fills = cpu.with_row_index("row").filter(
+            pl.col("name").cast(pl.String).is_in([ZERO, PUT, SCATTER])
+            & pl.col("inputs").is_not_null()
+        )
+        entries: dict[Shape, int] = {}
+        result: dict[Shape, SparseMatrix] = {}
+        for name, inputs in fills.sort("ts").select("name", "inputs").iter_rows():
+            x = inputs_at(a, inputs)
+            shape = _parse_shape(x, 0)
+            if shape is None or prod(shape) < self.min_entries:
+                continue
+            if name == ZERO:
+                entries[shape] = 0
+            elif shape in entries:
+                entries[shape] += _count_set(x, str(name), shape)
+                best = max(entries[shape], result[shape].entries if shape in result else 0)
+                result[shape] = SparseMatrix(shape, best)
+        return {shape: matrix for shape, matrix in result.items() if matrix.density < 1}
+
+    @staticmethod
+    def examples() -> Examples:
+        return {
+            "an adjacency matrix": _build_training(),
+            "on a GPU": _build_training(gpu="A100", entries=800),
+            "one-hot vectors": _build_training(shape=(512, 2000), fill=SCATTER, entries=512),
+            "in inference": _build_training(trains=False),
+            "a dense graph": (_build_training(entries=28_000), "min_share"),
+            "too dense for a GPU": (_build_training(gpu="A100", entries=3_500), "min_share"),
+            "a small matrix": (_build_training(shape=(200, 200)), "not matrices"),
+            "one value for an unknown number": (_build_training(entries=1), "not matrices"),
+            "an activation of its shape": (_build_training(activation=True), "not products"),
+            "no product": (_build_training(us=0), "not products"),
+        }
+
+
+def _parse_shape(x: OpInputs, position: int) -> Shape | None:
+    """Return rows and columns of a tensor, or ``None`` if it is no matrix."""
+    tensor = x.tensor(position)
+    if tensor is None or len(tensor.shape) < 2:
+        return None
+    return prod(tensor.shape[:-1]), tensor.shape[-1]
+
+
+def _count_set(x: OpInputs, name: str, shape: Shape) -> int:
+    """Return the number of entries that a call sets at most; all of them if it is not recorded: of
+    a single value, the number of its places is unknown."""
+    counted = x.tensor(2)
+    if counted is None or (name == PUT and prod(counted.shape) <= 1):
+        return prod(shape)
+    return prod(counted.shape)
+
+
+def _find_products(
+    a: Analysis, matrices: dict[Shape, SparseMatrix]
+) -> dict[SparseMatrix, np.ndarray]:
+    """Return the rows of forward products with each matrix, without those of the shape of an
+    earlier product's result."""
+    table = outermost_in_steps(a).sort("ts").filter(pl.col("name").is_in(PRODUCTS))
+    rows: dict[SparseMatrix, list[int]] = {}
+    made: set[Shape] = set()
+    for row, name, inputs in table.drop_nulls("inputs").select("row", "name", "inputs").iter_rows():
+        x = inputs_at(a, inputs)
+        product = parse_product(name, x)
+        if product is None:
+            continue
+        for position in (0, 1, 2) if name == "aten::addmm" else (0, 1):
+            shape = _parse_shape(x, position)
+            for each in {shape, shape[::-1]} if shape is not None else ():
+                if each in matrices and each not in made:
+                    rows.setdefault(matrices[each], []).append(row)
+        made.add((product.batch * product.m, product.n))
+    return {matrix: np.unique(found) for matrix, found in rows.items() if matrix.shape not in made}
+
+
+def _build_training(
+    *,
+    gpu: str | None = None,
+    shape: Shape = (1200, 1200),
+    fill: str = PUT,
+    entries: int = 3_000,
+    us: float = 4000,
+    trains: bool = True,
+    activation: bool = False,
+) -> TraceBuilder:
+    """Build layers of a graph network with an adjacency matrix."""
+    b = TraceBuilder(gpu=gpu)
+    for number in b.steps():
+        with b.op("aten::zeros", [[], [], [], [], []]):
+            b.compute(ZERO, 20, [list(shape)])
+        if fill == PUT:
+            values = [entries] if entries > 1 else []
+            b.compute(fill, 20, [list(shape), [], values, []])
+        else:
+            b.compute(fill, 20, [list(shape), [], [entries, 1], []])
+        height, width = shape
+        if activation:
+            b.compute("aten::linear", 500, [[height, 64], [width, 64], [width]])
+        sequence: dict[str, Any] = {"sequence": number} if trains else {}
+        if us:
+            b.compute("aten::matmul", us, [list(shape), [width, 96]], **sequence)
+        b.compute("aten::tanh", 5000, [[1200, 96]])
+        if trains and us:
+            b.compute(f"{NODE_PREFIX}MmBackward0", us, [], sequence=number)
+        b.on_host("aten::gelu", 300)
+        b.sync()
+    return b

@@ -124,6 +124,7 @@ def test_layers_are_known_without_stacks(analysis: Analysis) -> None:
     names = layers.nodes["name"].to_list()
     assert {"Net", "blocks.0", "blocks.1", "conv", "drop", "last", "Dice"} == set(names)
     net = layers.nodes.filter(layers.nodes["name"] == "Net")
+    assert net["calls"][0] == 3
     assert net["ns"][0] > 0.3 * layers.total_ns and net["backward"][0] > 0
 
 

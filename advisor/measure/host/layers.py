@@ -105,7 +105,7 @@ def measure_layers(a: Analysis) -> LayerTable | None:
             continue
         if work is None:
             work = _list_work(a)
-        node, backward = _assign_nodes(a, source[0], work)
+        node, backward = _assign_nodes(a, source.find, work)
         known_ns = int(work["ns"].to_numpy()[node >= 0].sum())
         if known_ns and (best is None or known_ns > best[0]):
             best = known_ns, name, tree, source, node, backward
@@ -113,18 +113,19 @@ def measure_layers(a: Analysis) -> LayerTable | None:
             break
     if best is None or work is None:
         return None
-    _, name, tree, (find, scopes), node, backward = best
+    _, name, tree, source, node, backward = best
     # PyTorch numbers the modules of a class, so a name is one module
     target = tree.graft() if name == "module events" else np.arange(len(tree.name), dtype=np.int32)
 
     def find_node(rows: Rows) -> Rows:
-        nodes_found = find(rows)
+        nodes_found = source.find(rows)
         return np.where(nodes_found >= 0, target[np.maximum(nodes_found, 0)], np.int32(-1))
 
+    scopes = source.scopes
     scope_rows = np.flatnonzero(scopes >= 0)
     scopes[scope_rows] = target[scopes[scope_rows]]
     node = np.where(node >= 0, target[np.maximum(node, 0)], -1)
-    nodes, steps = _sum_nodes(a, tree, target, scopes, work, node, backward)
+    nodes, steps = _sum_nodes(a, tree, target, source, work, node, backward)
     total = int(work["ns"].sum())
     on_device = a.device_id is not None
     return LayerTable(name, nodes, total, work.height, steps, on_device, find_node, scopes)
@@ -202,7 +203,7 @@ def _sum_nodes(
     a: Analysis,
     tree: ModuleTree,
     target: NDArray[np.int32],
-    scopes: NDArray[np.int32],
+    source: Source,
     work: pl.DataFrame,
     node: Rows,
     backward: Rows,
@@ -237,9 +238,13 @@ def _sum_nodes(
             for values in (*columns.values(), *work_sums.values(), steps):
                 if values is not own_ns:
                     values[parent[index]] += values[index]
+    scopes = source.scopes
     rows = np.flatnonzero(scopes >= 0)
-    calls = _count_calls(a, rows, scopes, count)
-    kept_nodes = np.flatnonzero((target == np.arange(count)) & ((columns["ns"] > 0) | (calls > 0)))
+    calls = _count_calls(a, rows, source, count)
+    is_kept = columns["ns"] > 0
+    if source.calls is None:  # else containers are called too, whose time is their modules'
+        is_kept |= calls > 0
+    kept_nodes = np.flatnonzero((target == np.arange(count)) & is_kept)
     kept_nodes = kept_nodes[np.lexsort((kept_nodes, depth[kept_nodes]))]
     new_index = np.full(count, -1, dtype=np.int64)
     new_index[kept_nodes] = np.arange(len(kept_nodes))
@@ -278,16 +283,19 @@ def _time_per_step(a: Analysis, work: pl.DataFrame, node: Rows, count: int) -> N
     return steps
 
 
-def _count_calls(a: Analysis, rows: Rows, scopes: NDArray[np.int32], count: int) -> Rows:
+def _count_calls(a: Analysis, rows: Rows, source: Source, count: int) -> Rows:
     """Count each node's calls inside the spans, without captured calls. ``rows`` are the rows at
-    which a node of ``scopes`` begins."""
+    which a node begins."""
+    if source.calls is not None:
+        begins, nodes = source.calls
+        return np.bincount(nodes[covered_length(begins, begins + 1, a.spans) > 0], minlength=count)
     if not len(rows):
         return np.zeros(count, dtype=np.int64)
     ts, dur = (a.trace.cpu[name].gather(rows).to_numpy() for name in ("ts", "dur"))
     called = rows[covered_length(ts, ts + np.maximum(dur, 1), a.spans) > 0]
     if a.trace.meta.capture is not None:
         called = called[called < a.trace.meta.capture.row]
-    return np.bincount(scopes[called], minlength=count)
+    return np.bincount(source.scopes[called], minlength=count)
 
 
 def _keep_mostly_known(

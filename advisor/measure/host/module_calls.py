@@ -60,6 +60,8 @@ class LoggedCalls(NamedTuple):
     thread: int
     starts: NDArray[np.int64]
     pieces: NDArray[np.int64]
+    calls: tuple[NDArray[np.int64], NDArray[np.int64]]
+    """Begin of each call, ns, and the position of its place."""
     places: list[CallPlace | None]
     paths: list[str]
     """Path of the innermost module of each place."""
@@ -150,6 +152,7 @@ def read_calls(a: Analysis) -> LoggedCalls | None:
         return None
     starts: list[int] = []
     pieces: list[int] = []
+    begun: list[int] = []
     places: list[CallPlace | None] = []
     paths: list[str] = []
     positions: dict[tuple[Chain, int], int] = {}
@@ -169,10 +172,12 @@ def read_calls(a: Analysis) -> LoggedCalls | None:
         open_calls.append((min(offset + max(duration, 0), end_around), chain, module))
         starts.append(offset + origin)
         pieces.append(positions[chain, module])
+        begun.append(positions[chain, module])
     return LoggedCalls(
         int(ranges["thread"][0]),
         np.array(starts, np.int64),
         np.array(pieces, np.int64),
+        (calls[:, 1] + origin, np.array(begun[:-1], np.int64)),
         places,
         paths,
         lines,

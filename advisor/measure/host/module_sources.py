@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -155,8 +155,14 @@ def op_path(name: str) -> tuple[str, ...]:
     return tuple(result[:MAX_DEPTH])
 
 
-Source = tuple[Find, NDArray[np.int32]]
-"""Function that finds nodes, and ``LayerTable.scopes`` (the node that begins at each host row)."""
+class Source(NamedTuple):
+    """Modules that a source has recorded."""
+
+    find: Find
+    scopes: NDArray[np.int32]
+    """Node that begins at each host row, or -1. Empty if modules are not rows."""
+    calls: tuple[NDArray[np.int64], NDArray[np.int32]] | None = None
+    """Begin of each call, ns, and its node, where these are not rows."""
 
 
 def _find_nested(
@@ -207,7 +213,7 @@ def _find_nested(
         row = climb_stack(parent, starts_node, wanted)
         return np.where(row >= 0, node[np.maximum(row, 0)], np.int32(-1))
 
-    return find, node
+    return Source(find, node)
 
 
 def _find_module_events(a: Analysis, tree: ModuleTree) -> Source | None:
@@ -283,7 +289,7 @@ def _find_fsdp_modules(a: Analysis, tree: ModuleTree) -> Source | None:
             result[of_thread] = np.array([-1, *nodes], dtype=np.int32)[index]
         return result
 
-    return find, node
+    return Source(find, node)
 
 
 def _find_operator_modules(a: Analysis, tree: ModuleTree) -> Source | None:
@@ -295,8 +301,8 @@ def _find_operator_modules(a: Analysis, tree: ModuleTree) -> Source | None:
     rows = rows[name_matches(trace.cpu["name"].gather(rows), r"^[^/]+/").to_numpy()]
     if not len(rows):
         return None
-    find, _ = _find_nested(trace, tree, rows, op_path)
-    return find, np.empty(0, dtype=np.int32)
+    find = _find_nested(trace, tree, rows, op_path).find
+    return Source(find, np.empty(0, dtype=np.int32))
 
 
 def _find_forward_frames(a: Analysis, tree: ModuleTree) -> Source | None:
@@ -329,7 +335,8 @@ def _find_logged_calls(a: Analysis, tree: ModuleTree) -> Source | None:
     def find(wanted: Rows) -> Rows:
         return node_of_place[calls.find(a.trace, wanted)]
 
-    return find, np.empty(0, dtype=np.int32)
+    begins, places = calls.calls
+    return Source(find, np.empty(0, dtype=np.int32), (begins, node_of_place[places]))
 
 
 SOURCES: Final[dict[SourceName, Callable[[Analysis, ModuleTree], Source | None]]] = {

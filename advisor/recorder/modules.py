@@ -21,15 +21,18 @@ from typing import Any
 from advisor.recorder.module_calls import CallLog
 from advisor.recorder.tape import PART_OF_GRADIENTS
 
+MAX_DEPTH = 64
+"""Maximum number of nested calls with a frame of ours, so that deep recursion keeps its limit."""
 _FOLDER = str(Path(__file__).parent)
 _NAME = "_wrapped_call_impl"
 _GLOBAL_NAMES = (
     *("_advisor_here", "_advisor_inside", "_advisor_thread", "_advisor_forward"),
-    "_advisor_submodule",
+    *("_advisor_submodule", "_advisor_depth"),
 )
 _OUTERMOST = """_advisor_here[1] in _advisor_inside
         or (_advisor_thread() != _advisor_here[0] and not _advisor_here[7])"""
-_SUBMODULE = "_advisor_thread() != _advisor_here[0]"
+_SUBMODULE = f"""_advisor_thread() != _advisor_here[0]
+        or _advisor_depth[0] >= {MAX_DEPTH}"""
 _SOURCE = f"""
 def {_NAME}(self, *args, **kwargs):
     if not (
@@ -75,7 +78,11 @@ class ModuleCalls:
         """Log of the calls in the open window, or ``None`` where none is kept."""
         self.reported = False
         """True while calls are reported: code that was removed for a while is restored."""
-        self._values = hook_state, PART_OF_GRADIENTS, get_ident, make(self), self._call_submodule
+        self._depth = [0]
+        self._values = (
+            *(hook_state, PART_OF_GRADIENTS, get_ident, make(self), self._call_submodule),
+            self._depth,
+        )
 
     def install(self) -> None:
         """Start reporting calls, unless other code has changed the function."""
@@ -97,9 +104,11 @@ class ModuleCalls:
         call = module._compiled_call_impl or module._call_impl
         if log is None or not log.begin(module, sys._getframe(1).f_back):
             return call(*args, **kwargs)
+        self._depth[0] += 1
         try:
             return call(*args, **kwargs)
         finally:
+            self._depth[0] -= 1
             log.end()
 
 

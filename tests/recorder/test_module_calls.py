@@ -16,6 +16,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.module_calls import line_of_call, read_calls
 from advisor.recorder import module_calls
 from advisor.recorder.module_calls import CallLog
+from advisor.recorder.modules import MAX_DEPTH
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -186,6 +187,36 @@ def test_compiled_modules_are_logged_from_outside(record_run: Callable[..., Any]
     assert seen == expected
     (event,) = record.events_of("calls")
     assert {call[0] for call in event["calls"]} == {0}
+
+
+class Recursive(nn.Module):
+    def forward(self, x: Any, depth: int) -> Any:
+        return self(x, depth - 1) if depth else x
+
+
+def find_max_levels(model: Recursive) -> int:
+    """Return a number of nested calls that just fits the interpreter's limit here."""
+    for levels in range(50, sys.getrecursionlimit(), 5):
+        try:
+            model._call_impl(torch.ones(1, 4), levels)
+        except RecursionError:
+            return levels - 5
+    raise AssertionError("no limit")
+
+
+def test_deep_recursion_has_few_frames_more(record_run: Callable[..., Any]) -> None:
+    model, weights = Recursive(), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(weights.parameters(), 1e-3)
+
+    def run() -> None:
+        levels = find_max_levels(model) - MAX_DEPTH // 2
+        for _ in range(12):
+            model(torch.ones(1, 4), levels)
+            weights(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+
+    (event,) = record_run(run, **WINDOW).events_of("calls")
+    assert max(call[0] for call in event["calls"]) == MAX_DEPTH
 
 
 class Failing(nn.Module):

@@ -19,8 +19,9 @@ CLOCK_TRIES = 5
 """Number of readings of both clocks."""
 MAX_PATH = 300
 """Maximum length of a module's path."""
-MAX_CLASSES, MAX_FUNCTIONS, MAX_NAMES = 100, 12, 300
-"""Maximum number of classes whose names are written, and of functions and names of a class."""
+MAX_FUNCTIONS, MAX_NAMES = 12, 2_000
+"""Maximum number of functions of a class whose names are written, and of names in all: a line of
+the run directory is limited."""
 
 
 class CallLog:
@@ -73,8 +74,9 @@ class CallLog:
                 module = modules.setdefault(path, len(modules))
                 calls.append([len(open_calls), time - perf_ns, -1, caller, forward, module])
                 open_calls.append((calls[-1], path))
-                if kind not in names and len(names) < MAX_CLASSES:
-                    names[kind] = _names_in_forward(kind)
+                if kind not in names:
+                    left = MAX_NAMES - sum(map(len, names.values()))
+                    names[kind] = _names_in_forward(kind)[:left] if left > 0 else []
             elif open_calls:
                 call, _ = open_calls.pop()
                 call[2] = time - perf_ns - call[1]
@@ -141,4 +143,4 @@ def _names_in_forward(kind: type) -> list[tuple[str, str]]:
                 and len(functions) < MAX_FUNCTIONS
             ):
                 functions.append(inner)
-    return result[:MAX_NAMES]
+    return result

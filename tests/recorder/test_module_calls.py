@@ -139,6 +139,7 @@ DAMAGED: list[dict[str, Any]] = [
     {"calls": [[0, 5, 2, 0, 0, 99]]},
     {"calls": [[0, -5, 2, 0, 0, 0]]},
     {"calls": [[0, "x", 2, 0, 0, 0]]},
+    {"calls": [[level, 5, 1 << 40, 0, 0, 0] for level in range(5_000)]},
     {"calls": [[0, 1 << 70, 2, 0, 0, 0]]},
     {"modules": [None]},
     {"calls": {"0": 1}},

@@ -14,6 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.repeated_passes import differentiated_nodes
 from advisor.measure.host.stacks import ENGINE_NODE, NODE_PREFIX
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
 from advisor.rules.support.common import (
     Rows,
@@ -24,6 +25,8 @@ from advisor.rules.support.common import (
     remove_at,
 )
 from advisor.testing import Examples, TraceBuilder
+
+_NORM = r"^aten::(?:linalg_vector_)?norm$"
 
 
 class RepeatedBackward(Rule):
@@ -36,8 +39,9 @@ class RepeatedBackward(Rule):
     in later steps: a recurrent state that is not detached keeps the graphs of earlier steps. Nodes
     that are differentiated themselves (``create_graph=True``, gradient penalties) do not count.
 
-    If an optimizer steps between the runs of a node, its losses cannot be added, and the advice is
-    ``detach()``.
+    Where norms are computed between the passes, as by GradNorm, a pass needs to reach the last
+    shared layer only. If an optimizer steps between the runs of a node, its losses cannot be added,
+    and the advice is ``detach()``.
 
     Two calls of ``autograd.grad(output, …, create_graph=True)`` on one output are the exception:
     both passes begin at the same node. The nodes that both run count once, with the derivatives of
@@ -91,6 +95,16 @@ class RepeatedBackward(Rule):
             "falsified_by": "a first loss that must also train the network of the shared graph",
             "assumptions": ("the first pass's gradients of the shared graph are not used",),
         },
+        "norms of gradients": {
+            "fix": "Ask autograd.grad for the weights that you need: to balance losses, those of "
+            "the last shared layer. Each pass then ends there, and does not go through the layers "
+            "before it.",
+            "code": "# GradNorm and its like\n"
+            "grad, = torch.autograd.grad(loss, trunk.last.weight, retain_graph=True)\n"
+            "norm = grad.norm()",
+            "falsified_by": "code that needs the gradients of all weights (PCGrad)",
+            "assumptions": ("the gradients of one shared layer are enough",),
+        },
         "one output twice": {
             "title": "One output is differentiated several times",
             "fix": "Ask autograd.grad for all inputs in one call. If the calls differ in "
@@ -139,9 +153,12 @@ class RepeatedBackward(Rule):
     def _choose_case(
         self, a: Analysis, rows: Rows, repeated: NDArray[np.bool_]
     ) -> Mapping[str, Any]:
-        """Return the texts of the case: one output used twice, or an update between passes."""
+        """Return the texts of the case: one output used twice, norms of gradients or an update
+        between passes."""
         if np.isin(rows[repeated], differentiated_nodes(a)).any():
             return self.case("one output twice")
+        if _has_norms_between(a, rows, repeated):
+            return self.case("norms of gradients")
         return self.case("an update between") if _is_updated_between(a, rows, repeated) else {}
 
     @staticmethod
@@ -156,9 +173,25 @@ class RepeatedBackward(Rule):
                 _build_training(2, differentiated=True),
                 "ns < self.min_share * a.span_ns",
             ),
+            "the norm of each loss's gradients": _build_training(3, norms=True),
             "one output differentiated twice": _build_training(2, twice=True, gpu=None),
             "a small shared part": (_build_training(2, other_us=300_000), "min_share"),
         }
+
+
+def _has_norms_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bool:
+    """Return whether norms are computed between the passes, and not only after the last one."""
+    names, ts = a.trace.cpu["name"], a.trace.cpu["ts"].to_numpy()
+    norms = rows_in_steps(a, np.flatnonzero(name_matches(names, _NORM).to_numpy()))
+    starts = a.steps.used["ts"].to_numpy()
+    again, last = ts[rows[repeated]], ts[rows]
+    count = 0
+    for start, end in zip(starts, [*starts[1:], np.inf], strict=True):
+        first = again[(again >= start) & (again < end)]
+        final = last[(last >= start) & (last < end)]
+        if len(first):
+            count += int(((ts[norms] > first[0]) & (ts[norms] < final[-1])).sum())
+    return count >= 2 * a.step_count
 
 
 def _is_updated_between(a: Analysis, rows: Rows, repeated: NDArray[np.bool_]) -> bool:
@@ -189,6 +222,7 @@ def _build_training(
     twice: bool = False,
     other_us: float = 500,
     updates: bool = False,
+    norms: bool = False,
 ) -> TraceBuilder:
     """Build six layers, and backward passes through them and those of ``kept`` earlier steps.
     ``differentiated``: the first has derivatives; ``twice``: all have."""
@@ -216,6 +250,8 @@ def _build_training(
                     number += inner is not None
                     run(f"{NODE_PREFIX}AddmmBackward0", sequence, inner)
                     b.on_host(f"{NODE_PREFIX}torch::autograd::AccumulateGrad")
+            if norms:
+                b.on_host("aten::linalg_vector_norm")
             if updates:
                 with b.range("Optimizer.step#Adam.step"):
                     b.on_host("aten::add_", 20)

@@ -44,6 +44,9 @@ class TimeBetweenSteps(Rule):
     best_saved_ratio = Factor(
         1.5, "times that time: the outputs are also made in 32 bits and moved", CHOSEN
     )
+    min_simulated_share = Threshold(
+        0.7, "of the rollouts outside the policy: then the simulation is the cause", CHOSEN
+    )
     min_paused_share = Threshold(
         0.5, "of the steps follow a pause; evaluation is less frequent", CHOSEN
     )
@@ -80,6 +83,13 @@ class TimeBetweenSteps(Rule):
             "observations, rewards, *_ = envs.step(actions.cpu().numpy())",
             "assumptions": ("the policy is called for single environments, or they wait for it",),
         },
+        "simulation": {
+            "fix": "Speed up the simulation, which takes most of the rollouts, not the policy: "
+            "compute what it returns once for each action, for all environments together. Or step "
+            "environments in separate processes.",
+            "code": "envs = gymnasium.vector.AsyncVectorEnv([make_env] * 8)   # one process each",
+            "assumptions": ("the simulation can be shortened, or run in parallel",),
+        },
         "collected": {
             "title": "Evaluation collects the logits of all batches",
             "fix": "Reduce the logits after each batch of an evaluation, before the Trainer "
@@ -111,8 +121,11 @@ class TimeBetweenSteps(Rule):
         ):
             yield self._report_collecting(a, share, outside)
             return
-        place = _find_rollout(recorded.stacks)
-        case = "rollouts" if place is not None else "before each step" if before_most_steps else ""
+        place, simulated_share = _find_rollout(recorded.stacks)
+        case = "before each step" if before_most_steps else ""
+        if place is not None:
+            is_simulation = simulated_share >= self.min_simulated_share
+            case = "simulation" if is_simulation else "rollouts"
         purpose = "rollouts" if place is not None else "evaluation, checkpoints and similar work"
         yield Finding(
             summary=(
@@ -166,6 +179,7 @@ class TimeBetweenSteps(Rule):
         return {
             "evaluation every ten steps": _build_run(every=10, ms=400),
             "rollouts every ten steps": _build_run(every=10, ms=400, rollouts=True),
+            "a simulation in rollouts": _build_run(every=10, ms=400, rollouts=True, simulated=True),
             "a rollout before each step": _build_run(every=1, ms=12),
             "an evaluation that collects logits": _build_run(every=10, ms=400, collects=True),
             "a short evaluation": (_build_run(every=20, ms=40), "min_share"),
@@ -187,31 +201,49 @@ _ROLLOUT = re.compile(
 """Frames of code that runs a policy in environments: their libraries and usual function names."""
 
 
-def _find_rollout(samples: Sequence[SampledStack]) -> Location | None:
-    """Return the user's line with most sampled stacks of rollouts, outside modules. ``None`` if
-    there are too few."""
+def _find_rollout(samples: Sequence[SampledStack]) -> tuple[Location | None, float]:
+    """Return the user's line with most sampled stacks of rollouts, outside modules, or ``None`` if
+    there are too few; and the share of the rollouts in functions of the user that call no module:
+    the simulation."""
     lines: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    infers: set[str] = set()
     for stack in samples:
-        outer_frames = stack.frames[: model_call(stack.frames)]
-        user_frames = [frame for frame in outer_frames if stacks.frame_rank(frame) == 2]
+        call = model_call(stack.frames)
+        user_frames = [frame for frame in stack.frames[:call] if stacks.frame_rank(frame) == 2]
         if user_frames and any(map(_ROLLOUT.search, stack.frames)):
             lines[user_frames[-1]] += stack.samples
+            parsed_frame = parse_frame(user_frames[-1])
+            name = "" if parsed_frame is None else parsed_frame.function
+            functions[name] += stack.samples
+            if call is not None or any(map(_ROLLOUT.search, user_frames[-1:])):
+                infers.add(name)
     frame = parse_frame(max(lines, key=lines.__getitem__)) if lines else None
     if frame is None or lines.total() < stacks.MIN_SAMPLES:
-        return None
-    return frame.location
+        return None, 0.0
+    simulated = sum(count for name, count in functions.items() if name not in infers)
+    return frame.location, simulated / lines.total()
 
 
 def _build_run(
-    *, every: int, ms: float, steps: int = 80, rollouts: bool = False, collects: bool = False
+    *,
+    every: int,
+    ms: float,
+    steps: int = 80,
+    rollouts: bool = False,
+    simulated: bool = False,
+    collects: bool = False,
 ) -> TraceBuilder:
     b = TraceBuilder()
     r = b.record_of_run()
     if rollouts:
         r.event(
             "stacks",
-            frames=["train.py(90): main", "train.py(40): rollout", "train.py(31): act"],
-            stacks=[[20, [0, 1, 2]]],
+            frames=[
+                *("train.py(90): main", "train.py(40): rollout", "train.py(31): act"),
+                "train.py(12): Simulator.scan",
+            ],
+            stacks=[[20, [0, 1, 2]], [80 * simulated, [0, 1, 3]]],
         )
     if collects:
         add = "transformers/trainer_pt_utils.py(376): EvalLoopContainer.add"

@@ -1,6 +1,7 @@
 """Time that operators on a CPU take by how they are called: FFTs by length, a sort and topk, norms
 and their like over a dimension that is not the innermost, distances and products of all pairs,
-smoothing filters, two products in either order, products with a matrix of zeros.
+smoothing filters, two products in either order, products with a matrix of zeros,
+long filters.
 
 python benchmarks/bench_slow_arguments.py
 
@@ -202,6 +203,23 @@ def time_mostly_zero_matrices() -> None:
         print(f"{size} x {size}, {density:.2%} set: {remains:.3f}, {remains / density:.0f} times")
 
 
+def time_long_filters() -> None:
+    """Print what remains of conv1d with Fourier transforms, and ns per transform over n log2 n."""
+    for channels, length, taps in ((32, 16_000, 4_000), (16, 16_000, 512), (16, 16_000, 256),
+                                   (64, 4_000, 1_000), (64, 2_048, 2_048)):  # fmt: skip
+        x, filters = torch.randn(1, channels, length), torch.randn(channels, 1, taps)
+        n = next_fast_length(length + taps - 1)
+        padded = torch.nn.functional.pad(x, (taps - 1, 0))
+        direct = partial(torch.conv1d, padded, filters, groups=channels)
+
+        def transform(x=x, w=filters[:, 0], n=n) -> None:  # type: ignore[no-untyped-def]
+            torch.fft.irfft(torch.fft.rfft(x, n) * torch.fft.rfft(w, n), n)
+
+        took = time_of(transform)
+        each = 1e6 * took / (3 * channels * n * math.log2(n))
+        print(f"{taps} taps, {length} values: {took / time_of(direct):.3f}, {each:.2f} ns")
+
+
 def main() -> None:
     """Print the tables."""
     torch.set_num_threads(1)
@@ -212,6 +230,7 @@ def main() -> None:
     time_filters()
     time_chains()
     time_mostly_zero_matrices()
+    time_long_filters()
 
 
 if __name__ == "__main__":

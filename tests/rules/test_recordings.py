@@ -73,6 +73,7 @@ CASES = {
     "joined_list": "joined-list",
     "embedding_bag": "dense-embedding-gradient",
     "dense_graph": "mostly-zero-operand",
+    "reverb": "long-filter",
 }
 
 
@@ -114,6 +115,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "plates",
             "product_order",
             "rank_evaluation",
+            "reverb",
             "second_forward",
         ),
         *("single_tensor", "slices", "sliding_window", "table_in_forward", "unfrozen"),

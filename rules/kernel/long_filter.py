@@ -53,9 +53,9 @@ class Filter(NamedTuple):
 
 class LongFilter(Rule):
     """A one-dimensional convolution with a long filter for each channel takes time in proportion to
-    input and filter together: reverberation by a room's response, matched filters, smoothing over
-    long windows, long convolutions of sequence models. By Fourier transforms it takes time in
-    proportion to the input's length and its logarithm.
+    the product of both lengths. Examples are reverberation by a room's response, matched filters,
+    smoothing over long windows, and long convolutions of sequence models. By Fourier transforms it
+    takes time in proportion to the input's length and its logarithm.
 
     The rule looks for ``conv1d`` with a stride of one and one input channel per group. The result
     is the same to rounding, in FP32 at least. Several channels per group need products of all pairs

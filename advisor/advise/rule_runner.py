@@ -288,9 +288,9 @@ def _with_called_line(place: Location, a: Analysis) -> Location:
     if called is None:
         return place
     location = called.frame.location
-    if called.is_definition:  # a sampled line of the same function says more
-        sampled = _with_sampled_line(place, a)
-        if (sampled.file, sampled.function) == (location.file, location.function):
+    if called.is_definition:  # a sampled line says more
+        sampled = _with_sampled_line(place, a, by_share=False)
+        if sampled.file is not None:
             return sampled
     return _add_line(place, location, layer=place.layer or called.layer)
 
@@ -304,9 +304,9 @@ def _with_layer_line(place: Location, a: Analysis) -> Location:
     return _add_line(place, line, layer=place.layer or line.layer)
 
 
-def _with_sampled_line(place: Location, a: Analysis) -> Location:
+def _with_sampled_line(place: Location, a: Analysis, *, by_share: bool = True) -> Location:
     """Add the user's line of code to an operator's place, from samples outside windows."""
-    line = None if place.op is None else line_of_operator(a, place.op)
+    line = None if place.op is None else line_of_operator(a, place.op, by_share=by_share)
     if line is None or _has_copies_too(place, a):
         return place
     return _add_line(place, line.location, layer=place.layer, sampled_share=line.share)

@@ -122,9 +122,19 @@ def _find_function(kind: type, name: str) -> FunctionType | None:
     return None
 
 
+def _find_in_module(names: dict[str, Any], name: str) -> Any:
+    """Return a module's function, or the method of that name if one of its classes has it."""
+    if name in names:
+        return names[name]
+    file = names.get("__name__")
+    owners = [value for value in names.values() if isinstance(value, type)]
+    owners = [owner for owner in owners if owner.__module__ == file and name in vars(owner)]
+    return _find_function(owners[0], name) if len(owners) == 1 else None
+
+
 def _names_in_forward(kind: type) -> list[tuple[str, str]]:
-    """Return the names that a class's ``forward`` reads, with the frames of their lines. Methods of
-    the class and functions of the same file that it calls are part of it. Empty for torch's."""
+    """Return the names that a class's ``forward`` reads, with the frames of their lines. Methods
+    and functions of the same file that it calls are part of it. Empty for torch's."""
     forward = _find_function(kind, "forward")
     if forward is None or kind.__module__.startswith("torch."):
         return []
@@ -135,7 +145,7 @@ def _names_in_forward(kind: type) -> list[tuple[str, str]]:
         used = used_names(code)
         result += [(name, frame_text(code, line)) for name, line in used]
         for name, _ in used:
-            inner = _find_function(kind, name) or function.__globals__.get(name)
+            inner = _find_function(kind, name) or _find_in_module(function.__globals__, name)
             if (
                 type(inner) is FunctionType
                 and inner.__code__.co_filename == code.co_filename

@@ -120,10 +120,11 @@ def code_outside(
     )
 
 
-def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
+def line_of_operator(a: Analysis, op: str, *, by_share: bool = True) -> HottestLine | None:
     """Find the line of the user's code whose stacks, sampled outside windows, end in the function
-    of PyTorch or a library that calls the operator, and the library function below it. Else find
-    the line with as large a share of the training thread's time as the operator in windows."""
+    of PyTorch or a library that calls the operator, and the library function below it. Else, with
+    ``by_share``, find the line with as large a share of the training thread's time as the operator
+    in windows."""
     recorded = a.recorded
     if recorded is None or not a.span_ns or not recorded.stacks:
         return None
@@ -145,6 +146,8 @@ def line_of_operator(a: Analysis, op: str) -> HottestLine | None:
             line = _line_of_symbol(a, outermost, int(times["dur"][-1]))
         if line is not None:
             return line
+    if not by_share:
+        return None
     spans = union(calls["ts"].to_numpy(), (calls["ts"] + calls["dur"]).to_numpy())
     stacks = recorded.stacks
     if a.device_id is not None:  # the thread waits in backward(): its own work is elsewhere

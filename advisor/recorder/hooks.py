@@ -466,8 +466,9 @@ def _make_forward(
         hook_state[1] = FORWARD
         put((FORWARD, now()))
         log = calls.log
-        is_logged = log is not None and log.begin(module, sys._getframe(1).f_back, outermost=True)
-        inside = calls.logging_code if is_logged else original
+        if log is not None and not log.begin(module, sys._getframe(1).f_back, outermost=True):
+            log = None
+        inside = original if log is None else calls.logging_code
         try:
             if calls.reported:
                 function.__code__ = inside
@@ -477,7 +478,7 @@ def _make_forward(
         finally:
             if calls.reported and function.__code__ is inside:
                 function.__code__ = code
-            if log is not None and is_logged:
+            if log is not None:
                 log.end()
             hook_state[1] = before
             end = FORWARD_END if is_grad_enabled() else FORWARD_END_NO_GRAD

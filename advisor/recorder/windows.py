@@ -89,7 +89,6 @@ class Windows:
         write_calls: Callable[[int, CallLog], None] = lambda number, log: None,
     ) -> None:
         self._write_calls = write_calls
-        self._call_log: CallLog | None = None
         self._host_is_ahead = host_is_ahead
         self._options = options
         self._ranges = ranges
@@ -561,17 +560,17 @@ class Windows:
         self._end_span()
         self._write_end("stopped", why)
 
-    def _stop_profiler(self) -> Any:
-        """Stop the profiler and return it, with what it recorded."""
+    def _stop_profiler(self) -> tuple[Any, CallLog | None]:
+        """Stop the profiler and return it, with what it recorded, and the log of module calls."""
         profiler, self._profiler = self._profiler, None
-        self._call_log = self._hooks.take_call_log()
+        call_log = self._hooks.take_call_log()
         self._ranges.end()
         profiler.stop()
         self._spans[-1][1] = perf_counter_ns()
         self._end_event.set()
         if self._stacks:
             self._resume_module_calls()
-        return profiler
+        return profiler, call_log
 
     def _end_span(self) -> None:
         """Mark the end of the window's effect on step times."""
@@ -598,8 +597,7 @@ class Windows:
         event: dict[str, Any] = {"window": self._number, "reason": self._reason, "state": state}
         event |= {"steps": [kept_steps[0], kept_steps[-1]]} if kept_steps else {}
         event |= {"why": why} if why else {}
-        profiler = self._stop_profiler()
-        call_log, self._call_log = self._call_log, None
+        profiler, call_log = self._stop_profiler()
         # not a daemon: the interpreter waits at exit until the trace is written
         self._export = threading.Thread(
             target=self._keep_in_memory if self.timed else self._write_trace,

@@ -41,7 +41,6 @@ class Passes(NamedTuple):
     """Start of the first pass of each step, ns."""
     ends: list[int]
     """End of the last pass of each step, ns."""
-
     clipped: bool
     """Whether the norm of the gradients is computed after each pass."""
 
@@ -227,7 +226,8 @@ def _find_passes(a: Analysis) -> Passes | None:
 
     if after_passes("^aten::sign$").any():
         return None
-    clipped_passes = len(np.unique(after_passes(_NORM)[after_passes(_NORM) > 0]))
+    normed = after_passes(_NORM)
+    clipped_passes = len(np.unique(normed[normed > 0]))
     starts, ends_ns = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
     return Passes(
         count,

@@ -254,16 +254,12 @@ def find_place(frames: list[str], chain: Chain) -> CallPlace | None:
     for rank in (2, 1):
         if rank in ranks:
             index = len(ranks) - 1 - ranks[::-1].index(rank)
-            library = [
-                parse_frame(t)
-                for t, r in zip(texts[index + 1 :], ranks[index + 1 :], strict=True)
-                if r == 1
-            ]
             frame = parse_frame(texts[index])
-            layer = None if not library or library[-1] is None else library[-1].function
+            inner = zip(texts[index + 1 :], ranks[index + 1 :], strict=True)
+            library = parse_frame(next((t for t, r in reversed([*inner]) if r == 1), ""))
             if frame is not None:
-                layer_class = (layer or "").rpartition(".")[0] or None
-                return CallPlace(frame, layer_class, is_definition=index % 2 == 1)
+                layer = None if library is None else library.function.rpartition(".")[0] or None
+                return CallPlace(frame, layer, is_definition=index % 2 == 1)
     return None
 
 

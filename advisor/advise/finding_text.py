@@ -176,7 +176,7 @@ MIN_DEVICE_BOUND_SHARE: Final = 0.95
 def gain_conditions(finding: Finding, report: Report) -> list[str]:
     """Say what a gain depends on: its range, other fixes, a rank; and why it exceeds the
     evidence. The most important first."""
-    reasons, is_little = range_reasons(finding), may_gain_little(finding)
+    reasons, is_little = range_reasons(finding, report), may_gain_little(finding)
     return [
         *(reasons if is_little else ()),
         *order_parts(finding, report),
@@ -196,7 +196,7 @@ def minor_conditions(finding: Finding, report: Report) -> list[str]:
         and (impact.high_ns or 0) > MAX_EVIDENCE_RATIO * float(shown.value or 0)
     )
     needs_reason = exceeds or may_gain_little(finding)
-    return stacks if needs_reason else [*range_reasons(finding), *stacks]
+    return stacks if needs_reason else [*range_reasons(finding, report), *stacks]
 
 
 def _warn_of_stacks(finding: Finding, report: Report) -> list[str]:
@@ -224,17 +224,22 @@ MAX_NEAR_ZERO_RATIO: Final = 0.25
 """Ratio of a range's low end to the gain below which the fix may gain little."""
 
 
-def range_reasons(finding: Finding) -> list[str]:
+def range_reasons(finding: Finding, report: Report) -> list[str]:
     """Say what decides a wide range. Empty if it is narrow."""
     impact = finding.impact
     if impact is None or not impact.gain_ns or impact.low_ns is None:
         return []
     ends = (impact.low_ns, impact.high_ns or impact.gain_ns)
-    return _explain_ends(finding, impact.gain_ns, ends, (impact.low_by, impact.high_by))
+    decided_by = (impact.low_by, impact.high_by)
+    return _explain_ends(finding, report, impact.gain_ns, ends, decided_by)
 
 
 def _explain_ends(
-    finding: Finding, gain: int, range_ns: tuple[int, int], decided_by: tuple[str, str]
+    finding: Finding,
+    report: Report,
+    gain: int,
+    range_ns: tuple[int, int],
+    decided_by: tuple[str, str],
 ) -> list[str]:
     """Say what decides the ends of a range that are far from the gain."""
     low, high = range_ns
@@ -245,7 +250,7 @@ def _explain_ends(
         ends.append(("high end", decided_by[1]))
     # an assumption that has a range itself, or says what happens at worst
     ranged = [labels.clean(text) for text in finding.assumptions if _RANGED_PATTERN.search(text)]
-    assumption = ranged[0] if ranged else _name_removed_parts(finding, low / gain, high / gain)
+    assumption = ranged[0] if ranged else _name_removed_parts(finding, report, (gain, *range_ns))
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         if low < MAX_ZERO_RATIO * gain:
             if ranged and ranged[0].startswith("at worst"):
@@ -270,9 +275,9 @@ def _explain_ends(
     return [f"{' and '.join(named_ends)}: {why}" for why, named_ends in reasons.items() if why]
 
 
-def _name_removed_parts(finding: Finding, low_ratio: float, high_ratio: float) -> str:
-    """Say which parts of the time the fix removes at worst and at best. They make its gain
-    ``low_ratio`` and ``high_ratio`` times as large. Empty if the edits do not share one range."""
+def _name_removed_parts(finding: Finding, report: Report, gains: tuple[int, int, int]) -> str:
+    """Say which share of the finding's time the ``gains`` are: usually, at worst and at best. Empty
+    if the edits do not share one range, or if time and gains are not of the same step."""
     ranges = {
         (edit.factor, edit.factor_low, edit.factor_high)
         for edit in finding.edits
@@ -287,9 +292,12 @@ def _name_removed_parts(finding: Finding, low_ratio: float, high_ratio: float) -
         return "it depends on how much of the idle time around these calls the fix ends"
     if worst == 1:
         return ""
-    parts = ((1 - usual) * times for times in (1.0, low_ratio, high_ratio))
-    removed, low, high = (t.format_share(min(part, 1.0)) for part in parts)
-    return f"we assume that the fix removes {removed} of this time ({low} to {high})"
+    shown = 0.0 if finding.shown_time is None else float(finding.shown_time.value or 0)
+    of_other_step = report.step is not None and report.step.window_differs
+    if not shown or of_other_step or max(gains) > MAX_EVIDENCE_RATIO * shown:
+        return ""
+    removed, low, high = (t.format_share(min(1.0, gain / shown)) for gain in gains)
+    return f"the fix removes about {removed} of this time ({low} to {high})"
 
 
 _RANGED_PATTERN: Final = re.compile(r"[\d%] to \d|at worst|at best")
@@ -345,7 +353,11 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
         return []
     amount = t.format_duration(float(shown.value or 0))
     in_summary = amount in t.shorten_evidence(finding.summary)
-    duration = f"the {amount} {'below' if in_summary else f'of {labels.clean(shown.label)}'}"
+    label = labels.clean(shown.label)
+    copies_ns = sum(part.ns for part in report.time if part.name == "copies")
+    if label == "exposed copy time" and t.format_duration(copies_ns) != amount:
+        label = "exposed time of these copies"
+    duration = f"the {amount} {'below' if in_summary else f'of {label}'}"
     operations: list[str] = [edit.op for edit in finding.edits]
     if why := _explain_smaller_gain(finding, report, float(shown.value or 0)):
         return [f"the gain is less than {duration}: {why}"]
@@ -490,8 +502,9 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
         if finding.marginal_low_ns is not None and finding.marginal_high_ns is not None:
             ends = (finding.marginal_low_ns, finding.marginal_high_ns)
             decided_by = (finding.marginal_low_by, finding.marginal_high_by)
-            why = _explain_ends(finding, marginal_gain, ends, decided_by)
-            parts[-1] += f"; {'; '.join(why)}" if why and why != range_reasons(finding) else ""
+            why = _explain_ends(finding, report, marginal_gain, ends, decided_by)
+            is_new = why and why != range_reasons(finding, report)
+            parts[-1] += f"; {'; '.join(why)}" if is_new else ""
     parts += _explain_order(finding, report)
     if finding.other_rank and finding.trace_rank is not None:
         parts.append(f"on rank {finding.trace_rank}")

@@ -22,7 +22,7 @@ from advisor.core.finding import HOST_CODE, LAYER_TIMES
 from advisor.core.prices import format_money
 from advisor.core.report import Report
 from advisor.core.report_replay import Replay
-from advisor.core.report_steps import EQUAL_STEP_SHARE
+from advisor.core.report_steps import EQUAL_STEP_SHARE, StepTime
 
 MAX_NAMES = 6
 
@@ -157,8 +157,12 @@ def _describe_steps(report: Report) -> list[str]:
     if scope.steps_used == 1:
         parts = [f"{used} {source}", mean, *compare_window_with_run(report)]
     else:
-        spread = t.format_range(scope.step_min_ns, scope.step_max_ns)
-        mean = f"{mean} on average ({spread})"
+        shortest, longest = (t.format_duration(ns) for ns in (scope.step_min_ns, scope.step_max_ns))
+        if shortest != longest:
+            spread = t.format_range(scope.step_min_ns, scope.step_max_ns)
+            mean = f"{mean} on average ({spread})"
+        else:
+            mean = f"each {report.per} takes {longest}"
         parts = [f"{used} {source}", mean, *compare_window_with_run(report)]
     if scope.outliers:
         shown = (labels.shorten(labels.clean(item), 30) for item in scope.outliers)
@@ -191,9 +195,7 @@ def compare_window_with_run(report: Report) -> list[str]:
     nearby = step.nearby_ns or step.reference_ns
     around, nearby_difference = t.format_duration(nearby), nearby / step.reference_ns - 1
     if step.profiler_overhead is not None and step.profiler_overhead >= EQUAL_STEP_SHARE:
-        parts = [f"the profiler adds {t.format_share(step.profiler_overhead)}"]
-        if step.atypical or abs(nearby_difference) >= EQUAL_STEP_SHARE:
-            parts[0] += f" to the {around} of the steps around them"
+        parts = [_describe_overhead(step, step.profiler_overhead)]
     elif step.nearby_ns is None or (report.scope.steps_used == 1 and not step.atypical):
         parts = [longer]
     elif step.atypical or nearby_difference / step.window_excess >= MIN_SAME_CAUSE_SHARE:
@@ -207,6 +209,28 @@ def compare_window_with_run(report: Report) -> list[str]:
         kind = "long" if step.nearby_ns > step.ns else "short"
         parts.append(f"{share} of the run's steps are as {kind}")
     return ["; ".join(parts)]
+
+
+MAX_OVERHEAD_DIFFERENCE: Final = 0.1
+"""Maximum relative difference between the ratio of the mean profiled step to the steps around it
+and the ratio of the medians, at which the mean, which the report shows, gives the overhead."""
+
+
+def _describe_overhead(step: StepTime, overhead: float) -> str:
+    """Say what the profiler adds, as a share that follows from the times in the text. A long
+    profiled step lengthens their mean, so both medians are shown in that case."""
+    nearby = step.nearby_ns or step.reference_ns
+    is_usual = not step.atypical and abs(nearby / step.reference_ns - 1) < EQUAL_STEP_SHARE
+    of_mean = (step.window_ns or nearby) / (step.reference_ns if is_usual else nearby) - 1
+    around = t.format_duration(nearby)
+    if abs((1 + of_mean) / (1 + overhead) - 1) > MAX_OVERHEAD_DIFFERENCE:
+        profiled = t.format_duration((1 + overhead) * nearby)
+        return (
+            f"the profiler adds {t.format_share(overhead)}: the median profiled step takes "
+            f"{profiled}, the median step around them {around}"
+        )
+    base = f"run's {step.statistic} step" if is_usual else f"{around} of the steps around them"
+    return f"the profiler adds {t.format_share(of_mean)} to the {base}"
 
 
 def format_longer(share: float) -> str:
@@ -480,9 +504,17 @@ def describe_energy(report: Report) -> list[str]:
         low, high = min(item.joules for item in ranks), max(item.joules for item in ranks)
         if t.format_value(low, "J") != t.format_value(high, "J"):
             parts.append(f"{t.format_value(low, 'J')} to {t.format_value(high, 'J')} per rank")
+    measured_ns = energy.joules / max(energy.watts, 1e-9) * 1e9 * len(ranks)
+    if len(ranks) == 1 and abs(measured_ns / report.step_ns - 1) >= MIN_ENERGY_DIFFERENCE:
+        steps = t.count_noun(ranks[0].steps, report.per)
+        mean = t.format_duration(energy.joules / energy.watts * 1e9)
+        parts.append(f"measured in {steps} of {mean} on average")
     return [*parts, method]
 
 
+MIN_ENERGY_DIFFERENCE: Final = 0.02
+"""Minimum relative difference between the steps whose energy is measured and the report's step, at
+which the report says which steps were measured."""
 COSTED_STEPS = 1000
 """Number of steps whose cost is shown, as the cost of a single step has many zeros."""
 

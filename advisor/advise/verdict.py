@@ -44,6 +44,7 @@ from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
 from advisor.core.intervals import covered_length
 from advisor.core.report import Report
+from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.report_time import HostShare, IdleCause
 from advisor.core.rule import HostCheck, Rule, VerdictRole
 from advisor.measure import Analysis
@@ -257,6 +258,16 @@ def _name_step(report: Report) -> str:
     if report.step is not None and report.step.varies:
         step = f"mean {_name_unit(report)} of {t.format_duration(report.step_ns)}"
     return t.with_article(step) + _name_rank(report)
+
+
+def _name_all_steps(report: Report) -> str:
+    """Name what the recorder's phases are shares of: the time of all steps, with the step that the
+    report leads with if their mean is another."""
+    step = report.step
+    if step is None or step.varies or abs(step.mean_ns / step.ns - 1) < EQUAL_STEP_SHARE:
+        return _name_step(report)
+    unit = _name_unit(report)
+    return f"all steps' time (median {unit}: {t.format_duration(step.ns)}{_name_rank(report)})"
 
 
 def _name_busy(report: Report, own_share: float | None = None) -> str:
@@ -560,12 +571,12 @@ def _name_longest_on_host(report: Report, top: HostShare) -> str:
     label, share = t.host_label(top.name, framework), top.share
     recorded = report.recorded
     if report.scope.step_source == "record":
-        label = _name_phase(top.name)
+        label, of_step = _name_phase(top.name), _name_all_steps(report)
     elif top.name != "unknown" and not _is_phase_clearer(report):
         pass
     elif recorded is not None and recorded.phases and report.step is not None:
         label, share = _name_phase(recorded.phases[0].name), recorded.phases[0].share
-        of_step = _name_step(report)
+        of_step = _name_all_steps(report)
     elif report.ranges:
         label, share = (
             labels.shorten(labels.clean(report.ranges[0].name), 40),

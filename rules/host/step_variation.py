@@ -302,11 +302,12 @@ class StepJitter(Rule):
         case = "compiling" if compiling else "" if is_eager else "may compile"
         in_phase = f", in '{causes[0][0]}'" if causes else ""
         yield Finding(
-            title=f"{len(stalls.rows)} of {len(dur):,} steps take much longer than most{in_phase}",
+            title=f"{is_long.sum()} of {len(dur):,} steps take more than twice the usual time"
+            f"{in_phase}",
             summary=(
-                f"One step in a hundred takes {ratio:.1f} times the median of "
-                f"{t.format_duration(recorded.median)} or more. The long steps lose "
-                f"{t.format_duration(lost)} together. {compiling}"
+                f"These steps lose {t.format_duration(lost)} together. The median step takes "
+                f"{t.format_duration(recorded.median)}, the longest {t.format_duration(dur.max())}."
+                f" {compiling}"
                 f"Longer phases: {_list_causes(causes) or 'not recorded'}. The longest: "
                 f"{_list_longest(recorded, stalls)}."
             ),

@@ -7,12 +7,13 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, Select
-from advisor.core.intervals import intersect, union
+from advisor.core.intervals import covered_length, intersect, union
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.embedding_tables import find_tables
 from advisor.measure.device.group_rounds import updates_few_tensors
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.replay.selection import mask_launched_under, mask_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import FOREACH, SILENT_TRACES, TRIED_ON_TRACES, XPROF
@@ -262,10 +263,19 @@ class SingleTensorOptimizer(Rule):
         return f"{table_code}\n\n{code.partition(chr(10) * 2)[2]}"
 
     def _locate_step(self, a: Analysis) -> tuple[list[Location], str, bool]:
-        """Find the longest optimizer step, its class, and whether stacks name the reason."""
+        """Find the longest optimizer step of the analysed steps, its class, and whether stacks name
+        the reason."""
         cpu = a.trace.cpu
         steps = np.flatnonzero(name_matches(cpu["name"], OPTIMIZER_STEP).to_numpy())
-        longest = int(steps[cpu["dur"].to_numpy()[steps].argmax()])
+        analysed = rows_in_steps(a, steps)
+        steps = analysed if len(analysed) else steps
+        ts = cpu["ts"].to_numpy()[steps]
+        end = ts + cpu["dur"].to_numpy()[steps]
+        if len(analysed):  # the last call may end after the window, when the file is written
+            durations = covered_length(ts, end, a.steps.host_spans)
+        else:
+            durations = end - ts
+        longest = int(steps[durations.argmax()])
         name = str(cpu["name"][longest])
         match = re.match(r"Optimizer\.step#(\w+)\.step", name)
         is_frame = (cpu["kind"] == "python").to_numpy()
@@ -277,7 +287,7 @@ class SingleTensorOptimizer(Rule):
             function=function,
             op=name,
             ts_ns=cpu["ts"][longest],
-            dur_ns=cpu["dur"][longest],
+            dur_ns=int(durations.max()),
             count=len(steps),
         )
         return [place], match.group(1) if match else "AdamW", bool(len(frames))

@@ -299,7 +299,7 @@ class CopiesNotOverlapped(Rule):
         awaited = select_blocking_calls(a, TO_DEVICE_PINNED)
         yield Finding(
             summary=(
-                f"The GPU does nothing but copy for {of_step(a, exposed)}: "
+                f"Copies that could overlap keep the GPU from computing for {of_step(a, exposed)}: "
                 f"{t.format_bytes(bytes_copied / a.step_count)}{per_step(a)}, {overlap:.0%} of the "
                 "copy time hidden"
                 + (". The copies run on the compute stream." if on_compute_share > 0.5 else ".")

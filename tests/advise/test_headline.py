@@ -92,15 +92,17 @@ UNPROFILED = [folder for folder in RECORDED if not list(folder.glob("rank*/trace
 
 @pytest.mark.parametrize("folder", UNPROFILED, ids=lambda folder: folder.name)
 def test_verdict_names_the_step_of_its_shares_and_gains(folder: Path) -> None:
-    """A single step time leads: the median, or the mean where it differs. The other is not
-    shown."""
+    """A single step time leads: the median, or the mean where it differs by a tenth. The other is
+    not shown. Shares of phases are of all steps' time, as the bar is of the mean step."""
     report = analyze(folder, OPTIONS)
     step = report.step
     assert step is not None and step.window_ns is None
     mean, median = format_duration(step.mean_ns), format_duration(step.ns)
     mean_differs = abs(step.mean_ns / step.ns - 1) >= 0.1
     assert (f"mean step of {mean}" in report.verdict) == mean_differs
-    assert mean_differs or f"{median} step" in report.verdict
+    of_all_steps = f"all steps' time (median step: {median})" in report.verdict
+    assert mean_differs or of_all_steps or f"{median} step" in report.verdict
+    assert not of_all_steps or format_duration(step.mean_ns) != median
     assert not (mean_differs and "median" in report.verdict)
     impact = report.findings[0].impact if report.findings else None
     if impact is not None and impact.currency == "step_time" and impact.gain_ns and impact.share:
@@ -470,13 +472,15 @@ def test_gain_of_short_waits_is_at_most_their_cost(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
     """Copies cost 3.3 ms of each step. That later launches come earlier too is not certain."""
-    first = analyze(shared_trace(f"pairs/{name}")).findings[0]
+    report = analyze(shared_trace(f"pairs/{name}"))
+    first = report.findings[0]
     impact, cost = first.impact, first.shown_time
     assert impact is not None and cost is not None and impact.gain_ns is not None
     assert impact.gain_ns > 2 * float(cost.value or 0)
     assert impact.low_ns == pytest.approx(cost.value, abs=1) and impact.low_by == "late launches"
     assert any(
-        "no launch after them comes earlier" in why for why in finding_text.range_reasons(first)
+        "no launch after them comes earlier" in why
+        for why in finding_text.range_reasons(first, report)
     )
 
 
@@ -545,14 +549,16 @@ def test_range_shares_match_the_printed_gains(
     """The fix removes the same shares of 24.9 ms of slow operators as its gain."""
     report = analyze(shared_file("h100/conv_heuristics"))
     first = report.findings[0]
-    (note,) = [why for why in finding_text.range_reasons(first) if why.startswith("range: ")]
+    (note,) = [
+        why for why in finding_text.range_reasons(first, report) if why.startswith("range: ")
+    ]
     shares = [int(share) for share in re.findall(r"(\d+)%", note)]
     impact = first.impact
     assert impact is not None and impact.gain_ns and impact.low_ns and impact.high_ns
     expected = [shares[0] * ns / impact.gain_ns for ns in (impact.low_ns, impact.high_ns)]
     assert shares[1:] == pytest.approx(expected, abs=2)
-    reads = analyze(shared_file("h100/host_metric")).findings[0]  # 1.05 ms and more: not none
-    assert "none" not in " ".join(finding_text.range_reasons(reads))
+    metric = analyze(shared_file("h100/host_metric"))  # 1.05 ms and more: not none
+    assert "none" not in " ".join(finding_text.range_reasons(metric.findings[0], metric))
 
 
 def test_a_gain_at_the_upper_end_of_a_wide_range_is_up_to_it(

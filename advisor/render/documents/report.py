@@ -202,7 +202,9 @@ def _build_card(
     ``shared``: caveats shown above all cards."""
     notes = finding_text.gain_conditions(finding, report)
     minor = finding_text.minor_conditions(finding, report)
-    optional = () if finding_text.may_gain_little(finding) else finding_text.range_reasons(finding)
+    optional = (
+        () if finding_text.may_gain_little(finding) else finding_text.range_reasons(finding, report)
+    )
     fields = [
         *(
             TextField(

@@ -363,6 +363,11 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
         return [f"the gain is less than {duration}: {why}"]
     if impact.gain_ns <= MAX_EVIDENCE_RATIO * float(shown.value or 0):
         return []
+    if report.replay is not None and report.replay.steps > report.replay.of_steps:
+        return [
+            f"the gain is that of {report.replay.steps} steps, {duration} of "
+            f"{report.replay.of_steps}"
+        ]
     scale = max(1.0, report.gain_scale or 1.0)
     of_run = impact.gain_ns <= MAX_EVIDENCE_RATIO * scale * float(shown.value or 0)
     if of_run or (report.scope.device is None and not impact.is_job_gain):

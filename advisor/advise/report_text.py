@@ -164,6 +164,8 @@ def _describe_steps(report: Report) -> list[str]:
         else:
             mean = f"each {report.per} takes {longest}"
         parts = [f"{used} {source}", mean, *compare_window_with_run(report)]
+    if report.replay is not None:
+        parts += describe_replayed_others(report.replay.steps, report.replay.of_steps)
     if scope.outliers:
         shown = (labels.shorten(labels.clean(item), 30) for item in scope.outliers)
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
@@ -171,6 +173,15 @@ def _describe_steps(report: Report) -> list[str]:
         ahead = f"the host queues work {t.format_duration(scope.queue_delay_ns)} ahead"
         parts.append(f"{ahead}, so steps are timed by the GPU's work")
     return parts
+
+
+def describe_replayed_others(replayed: int, measured: int) -> list[str]:
+    """Say that the gains are those of more steps than the measured ones, which are too few to
+    replay alone. Empty if they are enough."""
+    if replayed <= measured:
+        return []
+    few = "1 is" if measured == 1 else f"{measured} are"
+    return [f"gains are those of {replayed} steps in a row, because {few} too few to replay"]
 
 
 MIN_OUTSIDE_SHARE = 0.01

@@ -45,7 +45,8 @@ class Replay(Struct, kw_only=True):
     idle_explained: float | None
     """Share of the idle time whose end follows from the replay's edges, or ``null`` without any."""
     steps: int
-    """Number of consecutive replayed steps."""
+    """Number of consecutive replayed steps. More than ``of_steps`` if those are too few to replay
+    alone."""
     of_steps: int
     """Number of measured steps."""
     critical: dict[str, float]

@@ -38,7 +38,8 @@ class ReplayQuality(NamedTuple):
     starts: int
     hard: list[HardPart]
     steps: int
-    """Number of consecutive steps that are replayed."""
+    """Number of consecutive steps that are replayed. One or two used steps are too few where work
+    of a step runs into the next; others are then replayed with them."""
     of_steps: int
     """Number of used steps."""
     waits: float

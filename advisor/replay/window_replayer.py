@@ -504,7 +504,7 @@ class WindowReplayer:
             starts=len(device),
             hard=measure_hard_parts(graph),
             steps=graph.steps[1] - graph.steps[0],
-            of_steps=max(self.a.step_count, graph.steps[1] - graph.steps[0]),
+            of_steps=self.a.step_count,
             waits=float(waits.time.sum()) / total_ns,
             waits_explained=waits.share,
             idle=float(idle.time.sum()) / total_ns,

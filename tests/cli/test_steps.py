@@ -41,6 +41,20 @@ def test_whatif_replays_the_named_ranges(advisor: Run, trace: Path) -> None:
     assert first["replay"]["of_steps"] == 3
 
 
+def test_one_or_two_steps_are_too_few_to_replay(advisor: Run, trace: Path) -> None:
+    """Work of a step runs into the next, so three steps are replayed or more. Both commands say
+    that the gain is not that of the selection."""
+    sentence = "ains are those of 6 steps in a row, because 2 are too few to replay"
+    replayed = advisor("whatif", trace, "remove sync", "--steps", "0:2")[1]
+    analyzed = advisor("analyze", trace, "--steps", "0:2")[1]
+    whole = advisor("whatif", trace, "remove sync", "--steps", "0:3")[1]
+    assert [sentence in " ".join(out.split()) for out in (replayed, analyzed, whole)] == [
+        True, True, False,
+    ]  # fmt: skip
+    result = json.loads(advisor(*WHATIF, trace, "remove sync", "--steps", "0:2")[1])
+    assert (result["replay"]["steps"], result["replay"]["of_steps"]) == (6, 2)
+
+
 def test_project_takes_them(advisor: Run, trace: Path) -> None:
     line = (
         "project",

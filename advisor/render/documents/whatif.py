@@ -4,7 +4,7 @@ mesh."""
 from collections.abc import Sequence
 from typing import Final
 
-from advisor.advise.report_text import path_parts
+from advisor.advise.report_text import describe_replayed_others, path_parts
 from advisor.core import text as t
 from advisor.core.ranks import format_ranks
 from advisor.core.report_steps import StepTime
@@ -86,6 +86,8 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     said = [*_explain_no_gain(result, lines, ", ".join(parts)), *result.notes]
     if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:
         said.insert(0, UNSEEN_LOADER.rstrip("."))
+    if not result.reason:
+        said += describe_replayed_others(result.replay.steps, result.replay.of_steps)
     share = 1 - result.edited_step_ns / max(result.measured_step_ns, 1)
     change = f"{t.format_share(abs(share))} {'less' if share >= 0 else 'more'}"
     return Document(
@@ -112,6 +114,8 @@ def _describe_steps(result: WhatIfResult) -> list[str]:
     steps = "no steps are marked"
     if result.marked:
         steps = f"{replay.steps} of {replay.of_steps} steps{' are replayed' * (not result.reason)}"
+    if replay.steps > replay.of_steps:
+        steps = f"{t.count_noun(replay.of_steps, 'step')}, {replay.steps} are replayed"
     if not result.ranks:
         return [steps]
     error = f", error {abs(result.ranks_error or 0.0):.2%}" * (result.ranks_error is not None)

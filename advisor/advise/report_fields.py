@@ -37,18 +37,23 @@ from advisor.core.report_time import (
 from advisor.measure.device.energy import step_energy
 from advisor.measure.host.gaps import is_outside_operators, operators_after_gaps
 from advisor.measure.host.layers import report_layers
+from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
+from advisor.measure.inference.passes import TRAINING_ROWS
 from advisor.measure.memory.trace_memory import measure_held
 from advisor.measure.steps.steps import recorded_extent
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
-    from advisor.core.trace import Run
+    from advisor.core.trace import Run, Trace
     from advisor.measure import Analysis
     from advisor.replay.ranks.study import Study
 
 MAX_OPERATORS = 10
+MAX_OPERATOR_NAMES = 500
+OPERATOR_NAMES = rf"^aten::|Compiled|{TRAINING_ROWS}"
+"""Pattern of the rows that ``Report.operator_names`` names, of PyTorch's programs."""
 MAX_DURATIONS = 5000
 """Maximum number of steps whose durations a report holds. The last steps are kept, without gaps."""
 
@@ -87,6 +92,7 @@ def measure_fields(a: Analysis) -> dict[str, Any]:
         "step_variation": a.step_halves,
         "inference": a.inference,
         "layers": report_layers(a),
+        "operator_names": _list_operator_names(a.trace),
     }
     if a.device_id is not None:
         fields |= device_time(a)
@@ -209,6 +215,13 @@ def host_time(a: Analysis) -> list[HostShare]:
 def _list_operators(a: Analysis) -> list[OperatorTime]:
     table = op_table(a).filter(pl.col("host") > 0).sort("host", descending=True)
     return _select_longest(a, table.select("name", "host", "count"), int(table["host"].sum()))
+
+
+def _list_operator_names(trace: Trace) -> list[str]:
+    cpu = trace.cpu
+    chosen = (cpu["kind"] != "python") & name_matches(cpu["name"], OPERATOR_NAMES)
+    names = cpu["name"].filter(chosen)
+    return sorted(names.unique().cast(pl.String))[:MAX_OPERATOR_NAMES]
 
 
 def _select_longest(a: Analysis, table: pl.DataFrame, total_ns: int) -> list[OperatorTime]:

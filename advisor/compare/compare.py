@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,6 @@ from advisor.advise.engine import AnalysisResult, Options, examine
 from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import (
-    MIN_MATCHED,
-    MIN_MATCHED_RENAMED,
     Comparison,
     RealisedGain,
     Side,
@@ -35,6 +34,8 @@ from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.core.run_directory import is_run
 from advisor.core.trace import Run
+from advisor.measure import Analysis
+from advisor.measure.inference.passes import TRAINING_ROWS
 from advisor.replay import predictions
 from advisor.replay.estimators import REPLAY
 
@@ -43,6 +44,18 @@ MIN_SAME_OPERATORS_SHARE = 0.8
 MAX_DISAGREEMENT = 0.1
 """Largest relative difference at which gain and prediction still agree, even with narrow ranges. A
 replay that misses the step by this share still estimates gains (``trust.MAX_STEP_ERROR``)."""
+
+MIN_MATCHED, MIN_MATCHED_RENAMED = 0.2, 0.3
+"""Minimum share of time in work of both runs, below which they are different programs. The second
+limit applies to files of different names."""
+MIN_COMMON_NAMES = 0.4
+"""Minimum share of the operators' names that two programs have in common. In 40 pairs of a program
+and its fixed version it is 0.51 or more; in 93% of pairs of other programs it is less, or one of
+them does not train."""
+MIN_NAMES = 20
+"""Number of operators' names below which a recording may be of any program."""
+
+ONE_TRAINS = "One of the two trains, the other does not"
 
 RunOrFiles = str | Path | Sequence[str | Path] | Run
 
@@ -98,11 +111,8 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     comparison.findings = [change for change, _ in changes]
     comparison.work, comparison.work_rest = compare_work(a, b)
     comparison.matched = matched_share(comparison.work, comparison.work_rest)
-    if comparison.is_of_other_programs and can_match_by_shape(a, b):
-        work, work_rest = compare_work(a, b, shapes=False)
-        if (matched_share(work, work_rest) or 0.0) >= MIN_SAME_OPERATORS_SHARE:
-            comparison.other_shapes = True
-            comparison.work, comparison.work_rest = work, work_rest
+    if comparison.matched is not None:
+        _judge_by_work(comparison, a, b, contrast_operators(before.report, after.report))
     if comparison.same_device is not False:
         comparison.kernels, comparison.kernels_rest = compare_kernels(a, b)
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
@@ -116,6 +126,24 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     if before.report.scope.step_source == after.report.scope.step_source == "counters":
         comparison.verdict = counters_verdict(before.report, after.report)
     return comparison
+
+
+def _judge_by_work(c: Comparison, a: Analysis, b: Analysis, contrast: str) -> None:
+    """Decide by device work whether the programs differ, or only their input shapes. ``contrast``
+    says which operators show that they differ, or is empty."""
+    assert c.matched is not None
+    c.other_programs = contrast
+    if contrast or c.matched >= MIN_MATCHED:
+        return
+    if can_match_by_shape(a, b):
+        work, work_rest = compare_work(a, b, shapes=False)
+        if (matched_share(work, work_rest) or 0.0) >= MIN_SAME_OPERATORS_SHARE:
+            c.other_shapes, c.work, c.work_rest = True, work, work_rest
+            return
+    c.other_programs = (
+        f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that both "
+        "have"
+    )
 
 
 def _start_comparison(before: Report, after: Report, paths: Sequence[str]) -> Comparison:
@@ -160,7 +188,11 @@ def find_other_programs(before: Report, after: Report, *, strict: bool = False) 
     reports = (before, after)
     names = [str((each.recorded and each.recorded.program) or "") for each in reports]
     renamed = all(names) and names[0] != names[1]
-    if (all(names) and not renamed) or bool(before.time) != bool(after.time):
+    if all(names) and not renamed:
+        return ""
+    if contrast := contrast_operators(before, after):
+        return contrast
+    if bool(before.time) != bool(after.time):
         return ""
     min_common = MIN_MATCHED_RENAMED if renamed else MIN_MATCHED
     old_times, new_times = map(_time_by_operator, reports)
@@ -169,10 +201,25 @@ def find_other_programs(before: Report, after: Report, *, strict: bool = False) 
         text = f"Only {t.format_share(common)} of the time is in operators that both have"
         return text if common < min_common else ""
     if before.recorded and after.recorded and before.recorded.inference != after.recorded.inference:
-        return "One of the two trains, the other does not"
+        return ONE_TRAINS
     if renamed and strict:
         return f"The programs are {labels.clean(names[0])} and {labels.clean(names[1])}"
     return ""
+
+
+def contrast_operators(before: Report, after: Report) -> str:
+    """Say which operators show that two reports are of different programs. Empty if none do, if few
+    are recorded, or if one program is compiled, which replaces its operators."""
+    names = [set(each.operator_names) for each in (before, after)]
+    if min(map(len, names)) < MIN_NAMES or any("Compiled" in name for name in names[0] ^ names[1]):
+        return ""
+    trains = [any(re.search(TRAINING_ROWS, name) for name in each) for each in names]
+    if trains[0] != trains[1]:
+        return ONE_TRAINS
+    common = len(names[0] & names[1]) / len(names[0] | names[1])
+    if common >= MIN_COMMON_NAMES:
+        return ""
+    return f"Only {t.format_share(common)} of the names of operators are in both"
 
 
 def _time_by_operator(report: Report) -> dict[str, float]:
@@ -269,7 +316,7 @@ def measure_realised_gain(
         result.reason = "the GPUs differ, and the prediction is for the one before"
     elif c.other_shapes:
         result.reason = "the input shapes differ, and the prediction is for those before"
-    elif c.is_of_other_programs:
+    elif c.other_programs:
         result.reason = "the work differs, and the prediction is for the work before"
     elif _has_other_batch(c):
         result.reason = "the batch sizes differ, and the prediction is for the one before"
@@ -325,15 +372,10 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
             "The same operators run on other input shapes: another batch size or sequence length. "
             "Device work is compared by operator alone. Compare time per sample or token."
         )
-    elif c.is_of_other_programs and c.matched is None:
+    elif c.other_programs:
         result.append(f"{c.other_programs}: these look like different programs.")
     elif c.matched is None and (why := find_other_programs(before, after, strict=True)):
         result.append(f"{why}: whether they do the same work is not recorded.")
-    elif c.is_of_other_programs:
-        result.append(
-            f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that "
-            "both have: these look like different programs."
-        )
     if _has_other_batch(c):
         result.append(
             f"A step has {t.count_noun(old.samples or 0, 'sample')} before and {new.samples} "
@@ -400,7 +442,7 @@ def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Predictio
     """Return the tested prediction of a single fix, or ``None`` if there is none."""
     fix = comparison.realised
     step = comparison.before.step_ns
-    if len(fix.rules) != 1 or not step or comparison.is_of_other_programs:
+    if len(fix.rules) != 1 or not step or comparison.other_programs:
         return None
     if fix.predicted_ns is None or fix.measured_ns is None:
         return None

@@ -17,11 +17,6 @@ Change = Literal["fixed", "replaced", "new", "remaining", "unchecked", "unchecke
 GateAnswer = Literal["passed", "not shown", "regression"]
 
 
-MIN_MATCHED, MIN_MATCHED_RENAMED = 0.2, 0.3
-"""Minimum share of time in work of both runs, below which they are different programs. The second
-limit applies to files of different names."""
-
-
 class Side(Struct, kw_only=True):
     """Side of a comparison: a run and its recording."""
 
@@ -292,8 +287,8 @@ class Comparison(Struct, kw_only=True):
     """Share of both sides' device time in operators and shapes that both have, or ``null`` without
     device time."""
     other_programs: str = ""
-    """Reason why the reports seem to be of different programs, without a full stop. Empty if they
-    do not. Where ``matched`` is known, it decides."""
+    """Reason why the two look like different programs, without a full stop. Empty if they do
+    not."""
     other_shapes: bool = False
     """Whether only the input shapes differ: ``work`` is then by operator alone."""
     kernels: list[ComparedWork] = field(default_factory=list)
@@ -305,13 +300,6 @@ class Comparison(Struct, kw_only=True):
     """Reasons why the two are hard to compare, one sentence each."""
     decision: Decision | None = None
     """Decision of a gate, or ``null`` if no bounds were given."""
-
-    @property
-    def is_of_other_programs(self) -> bool:
-        """Whether the two runs have almost no work in common."""
-        if self.matched is None:
-            return bool(self.other_programs)
-        return self.matched < MIN_MATCHED and not self.other_shapes
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts and lists, as in the JSON."""

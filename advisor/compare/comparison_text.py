@@ -91,7 +91,7 @@ def write_verdict(comparison: Comparison) -> str:
     text = memory_verdict(comparison) if all(snapshots) else phase_verdict(comparison)
     if text:
         pass
-    elif comparison.is_of_other_programs:
+    elif comparison.other_programs:
         return " ".join([*_describe_crashes(comparison), _write_other_programs(comparison)])
     elif steps.difference_ns is None or steps.share is None:
         text = _write_without_steps(comparison)
@@ -126,7 +126,7 @@ def is_unjudged(comparison: Comparison) -> bool:
     and no phases of a server to compare."""
     c = comparison
     other_work = c.other_shapes and c.steps.difference_ns is None
-    return (c.is_of_other_programs or other_work) and not phase_verdict(c)
+    return (bool(c.other_programs) or other_work) and not phase_verdict(c)
 
 
 def _write_other_programs(comparison: Comparison) -> str:

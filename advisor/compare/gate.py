@@ -79,6 +79,11 @@ def refuse_incomparable(baseline: Report, run: Report) -> None:
     advice = "save the baseline again"
     if why := find_other_programs(baseline, run, strict=True):
         raise AdvisorError(f"{lower_first(why)}: these may be different programs; {advice}")
+    if baseline.operator_names and run.operator_names and bool(baseline.time) != bool(run.time):
+        places = ("a GPU", "the CPU") if baseline.time else ("the CPU", "a GPU")
+        raise AdvisorError(
+            f"the baseline ran on {places[0]} and the run on {places[1]}: keep a baseline for each"
+        )
     devices = {before.device_name, after.device_name} - {None}
     if len(devices) > 1:
         raise AdvisorError(

@@ -232,6 +232,9 @@ class Report(Struct, kw_only=True):
     """Difference of long and short steps, or ``null`` if they are similar or fewer than four."""
     operators: list[OperatorTime] = field(default_factory=list)
     """Operators that take most host time, at most ten, if the trace has no device work."""
+    operator_names: list[str] = field(default_factory=list)
+    """Names of PyTorch's operators, backward passes and compiled regions in the trace, sorted, at
+    most 500. They show whether two reports are of one program. Empty in older reports."""
     ranges: list[OperatorTime] = field(default_factory=list)
     """Ranges of the program on the thread that drives the step, if there are no operators. At most
     ten with most time, without the steps. Shares are of the step."""

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
+from advisor.compare.compare import MIN_MATCHED
 from advisor.compare.comparison_text import breakdown_lines, write_verdict
 from advisor.compare.findings import RemainingFinding, compare_findings
 from advisor.core.errors import AdvisorError
@@ -525,15 +526,40 @@ def test_other_programs_get_the_warning_first_and_no_verdict(shared_file: Shared
         for name in ("healthy_lm", "host_metric")
     )
     comparison = compare(lines, other)
-    assert comparison.is_of_other_programs
+    assert comparison.other_programs
     assert comparison.verdict.startswith("These look like different programs")
     text = COMPARISONS.render("terminal", comparison)
     assert text.startswith("These look like different programs")
     assert "Faster by" not in text and "Slower by" not in text
     assert "only after (" in text and "new (" not in text and "predicted to save" not in text
-    assert not compare(lines, lines).is_of_other_programs
+    assert not compare(lines, lines).other_programs
     wide = Path(shared_file("h100/vocabulary/manifest.json")).parent  # the same operators
     assert compare(lines, wide).verdict.startswith("On other input shapes, such as another batch")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ("pairs/loader_profiler_workers0", "alexnet", "One of the two trains"),
+        ("pairs/loader_profiler_workers0", "nccl_collectives", "of the names of operators"),
+    ],
+)
+def test_programs_that_share_some_work_are_separated_by_their_operators(
+    shared_trace: Callable[[str], str], before: str, after: str, why: str
+) -> None:
+    """A fifth of the device time is in operators that both have, which alone proves nothing."""
+    comparison = compare(shared_trace(before), shared_trace(after))
+    assert (comparison.matched or 0.0) >= MIN_MATCHED
+    assert why in comparison.other_programs
+    text = COMPARISONS.render("terminal", comparison)
+    assert text.startswith("These look like different programs")
+    assert "fixed" not in text and "predicted to save" not in text
+
+
+@pytest.mark.parametrize("name", ["loader_autograd", "loader_profiler"])
+def test_a_fixed_program_is_the_same_program(shared_trace: Callable[[str], str], name: str) -> None:
+    slow, cured = (shared_trace(f"pairs/{name}_workers{n}") for n in (0, 4))
+    assert compare(slow, cured).other_programs == ""
 
 
 def test_breakdown_of_recorded_runs_names_its_window(shared_file: Shared) -> None:

@@ -159,6 +159,34 @@ def test_other_cpu_program_gets_no_verdict_and_fails_the_gate(
     assert "different programs" not in advisor("compare", runs[0], cured)[1]  # of one file
 
 
+def test_gate_refuses_a_gpu_trace_after_a_cpu_recording(
+    advisor: Run, tmp_path: Path, shared_trace: Callable[[str], str]
+) -> None:
+    baseline = tmp_path / "base.json"
+    on_cpu = ROOT / "tests/data/recorded/second_forward.slow"
+    assert advisor("gate", "--save", baseline, on_cpu)[0] == 0
+    code, out, err = advisor("gate", baseline, shared_trace("pairs/loader_profiler_workers0"))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "these may be different programs" in err
+
+
+def test_gate_refuses_the_same_program_on_a_gpu(advisor: Run, tmp_path: Path) -> None:
+    baseline = tmp_path / "base.json"
+
+    def write(path: Path, *, gpu: bool) -> Path:
+        b = TraceBuilder()
+        for _ in range(8):
+            with b.step(), b.op("aten::mm", [[512, 512], [512, 512]], "float"):
+                if gpu:
+                    b.launch("ampere_sgemm_128x64_nn", 900)
+                b.host(1000)
+        return b.write(path)
+
+    assert advisor("gate", "--save", baseline, write(tmp_path / "cpu.json", gpu=False))[0] == 0
+    code, _, err = advisor("gate", baseline, write(tmp_path / "gpu.json", gpu=True))
+    assert code == 2 and "the baseline ran on the CPU and the run on a GPU" in err
+
+
 def test_profiling_and_gpu_must_match_for_comparison(advisor: Run, tmp_path: Path) -> None:
     advisor("gate", "--save", "base.json", trace(tmp_path / "t.json", 1000))
     run = run_directory(tmp_path / "a", [1.0] * 60)

@@ -3,6 +3,7 @@ explains them. Risks, which do not affect the step time, and notes are kept apar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from advisor.advise.impact import (
     scales_to_run,
     without_gain,
 )
-from advisor.core.finding import HOST_CODE, Finding, are_alternatives
+from advisor.core.finding import HOST_CODE, WHOLE_STEP, Finding, are_alternatives
 from advisor.core.rule import Rule
 from advisor.core.trace import LOADER
 from advisor.measure import Analysis
@@ -427,6 +428,27 @@ def _choose_next(
 
 def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
     """Return what a finding's fix saves after the chosen findings' fixes, ns per step."""
+    return _gain_beside(finding, chosen, estimator) * _share_left(finding, chosen)
+
+
+def _share_left(finding: Finding, chosen: Sequence[Finding]) -> float:
+    """Return the share of a gain that is left where the finding or a chosen one is of the whole
+    step: what slows down all work slows down less of it, and removed work was slowed down too."""
+    if finding.subject == WHOLE_STEP:
+        return max(0.0, 1 - sum(map(_share_saved, chosen)))
+    slowing = (other for other in chosen if other.subject == WHOLE_STEP)
+    return math.prod(1 - min(1.0, _share_saved(other)) for other in slowing)
+
+
+def _share_saved(finding: Finding) -> float:
+    """Return the share of the step that a chosen finding's fix saves after those before it."""
+    gain = _get_gain(finding)
+    return finding.share_of_step * (finding.marginal_gain_ns or 0) / gain if gain else 0.0
+
+
+def _gain_beside(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:
+    """Return what is left of a gain by the edits of the chosen findings, or by the code of the
+    chosen findings inside of it, ns per step."""
     if _is_of_all_code(finding):
         return _get_gain(finding) * (1 - _share_seen(finding, chosen))
     if not chosen or not estimator.overlaps(finding):
@@ -440,10 +462,9 @@ def _share_seen(finding: Finding, chosen: Sequence[Finding]) -> float:
     time that they save elsewhere does not count. If the place is unknown, it does."""
     functions = {place.function for place in finding.where}
     saved = sum(
-        other.share_of_step * (other.marginal_gain_ns or 0) / _get_gain(other)
+        _share_saved(other)
         for other in chosen
-        if _get_gain(other)
-        and not (other.edits and all(edit.select.on == "gpu" for edit in other.edits))
+        if not (other.edits and all(edit.select.on == "gpu" for edit in other.edits))
         and not any(place.file and place.function not in functions for place in other.where[:1])
     )
     return min(1.0, saved / finding.share_of_step) if finding.share_of_step else 0.0
@@ -455,22 +476,23 @@ def _set_marginal_range(
     """Return the finding with its gain after the chosen findings, and the causes of its range."""
     finding = replace(finding, marginal_gain_ns=round(gain))
     applied = [edit for c in chosen if estimator.overlaps(c) for edit in c.edits]
+    left = _share_left(finding, chosen)
     if not applied or not estimator.overlaps(finding):
         impact = finding.impact
         if impact is None:
             return finding
         return replace(
             finding,
-            marginal_low_ns=impact.low_ns,
-            marginal_high_ns=impact.high_ns,
+            marginal_low_ns=impact.low_ns and round(left * impact.low_ns),
+            marginal_high_ns=impact.high_ns and round(left * impact.high_ns),
             marginal_low_by=impact.low_by,
             marginal_high_by=impact.high_by,
         )
     saved = estimator.gain_range(finding.edits, applied)
     return replace(
         finding,
-        marginal_low_ns=round(max(0.0, min(saved.low, gain))),
-        marginal_high_ns=round(max(gain, saved.high)),
+        marginal_low_ns=round(max(0.0, min(left * saved.low, gain))),
+        marginal_high_ns=round(max(gain, left * saved.high)),
         marginal_low_by=saved.low_by,
         marginal_high_by=saved.high_by,
     )

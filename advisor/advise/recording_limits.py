@@ -326,6 +326,7 @@ def _list_window_limits(a: Analysis) -> list[Limit]:
             )
         )
     result += _warn_of_work_after_steps(a)
+    result += _explain_steps_before_window(a)
     result += _describe_one_off_costs(a)
     if describe_lost_replays(a):
         result.append(
@@ -511,6 +512,21 @@ def _find_step_extremes(a: Analysis) -> tuple[int, int]:
     """Return the shortest and the longest used step, ns."""
     dur = a.steps.used["dur"].to_numpy()
     return (int(dur.min()), int(dur.max())) if len(dur) else (0, 0)
+
+
+def _explain_steps_before_window(a: Analysis) -> list[Limit]:
+    """Say that only steps before the window count, because it ended page faults. Empty if it did
+    not."""
+    recorded = a.recorded
+    if recorded is None or recorded.saved_by_window is None:
+        return []
+    return [
+        Limit(
+            f"Only the {t.count_noun(recorded.count, 'step')} before the profiled window count for "
+            f"the run's step. Steps after it take {t.format_duration(recorded.saved_by_window)} "
+            "less: the window ended page faults, which the program has without a profiler."
+        )
+    ]
 
 
 def _explain_unknown_step(a: Analysis) -> list[Limit]:

@@ -247,6 +247,8 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kernels."""
 
 
+WHOLE_STEP: Final = "whole step"
+"""Subject of findings on what slows down all of the step's work, whatever the work is."""
 HOST_CODE: Final = "host code"
 """Subject of findings on all code of a place, whatever it does. Other fixes may save the same host
 time."""

@@ -44,7 +44,8 @@ in a snapshot, why a request failed, how much of the run is outside steps, or wh
 GPU."""
 HostCheck = Literal[
     "", "loading data", "the loop's own code", "Python inside forward", "saving",
-    "garbage collection", "debug settings", "threads", "CPU limits", "slow steps",
+    "garbage collection", "debug settings", "threads", "CPU limits", "page faults",
+    "slow steps",
 ]  # fmt: skip
 """Checks that the verdict lists for steps computed by the host, in its order."""
 

@@ -24,8 +24,9 @@ time can be read: only a torn last line is dropped and counted. Times are ns of
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, TypeVar
 
 import msgspec
@@ -292,6 +293,8 @@ class HostSample(Struct, kw_only=True, omit_defaults=True, gc=False):
     """CPU use of the process's children (DataLoader workers), % of one CPU."""
     run_delay: int | None = None
     """Counter of the time that the main thread was ready to run but had no core, ns."""
+    minor_faults: int | None = None
+    """Counter of the page faults of the process that needed no disk (Linux)."""
     memory_available: int | None = None
     rss: int | None = None
     """Resident memory of the process, bytes."""
@@ -327,13 +330,15 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     positions without a token in any row), rows, columns · ``labels`` (of a forward pass, or of a
     loss in a stack sample): ignored (share), rows, columns, classes (of a loss) · ``window``:
     window, reason, steps, state (``open``, ``done``, ``stopped``, ``failed``, ``never``,
-    ``dropped``: before the training), file, why · ``collect``: file, line, function, times (the
-    first, second, fourth, eighth … request for a full garbage collection) · ``stacks``: frames
-    (``file(line): function``, the innermost may be ``<built-in function …>``), stacks (for each:
-    samples since the previous event, and indices in ``frames``, outermost first) · ``warning``:
-    text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``: steps,
-    reason (``finished``, ``exception``, ``interrupted``, ``disk``: disk full), exception,
-    message"""
+    ``dropped``: before the training), file, why, and for the first window fault_steps (first and
+    last step in which page faults were counted, before it), minor_faults (of the process in these
+    steps), memory_growth (of its largest resident memory, bytes) · ``collect``: file, line,
+    function, times (the first, second, fourth, eighth … request for a full garbage collection) ·
+    ``stacks``: frames (``file(line): function``, the innermost may be ``<built-in function …>``),
+    stacks (for each: samples since the previous event, and indices in ``frames``, outermost first)
+    · ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
+    ``end``: steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: disk full),
+    exception, message"""
 
     t: int
     """Time of the event, ns."""
@@ -378,6 +383,34 @@ def is_run(path: str | Path) -> bool:
         return Path(path, MANIFEST).is_file()
     except OSError:  # a folder without read permission
         return False
+
+
+STEPS_BEFORE_WINDOW = 7
+"""Maximum number of steps before a window that tell whether it is like the run."""
+FIRST_COMPARED_STEP = 3
+"""First step that is compared: those before it start up."""
+LIKE_THE_RUN = (0.75, 2.0)
+"""Range of the steps before a window, as multiples of the run's median step, in which the window is
+like the run. Steps without a profiler after a window may be shorter by what it ended."""
+
+
+def order_windows(record: RankRecord, windows: Sequence[int]) -> list[int]:
+    """Return the windows of a rank in the order in which they are analysed: those in a preparation
+    whose steps are clearly shorter or longer than the run's come last."""
+    unprofiled = [
+        step for step in record.steps[FIRST_COMPARED_STEP:] if step.window is None and step.of == 1
+    ]
+    if len(windows) < 2 or not unprofiled:
+        return [*windows]
+    usual = median(step.dur for step in unprofiled)
+
+    def is_in_preparation(window: int) -> bool:
+        opened = min((step.n for step in record.steps if step.window == window), default=0)
+        before = [step.dur for step in unprofiled if step.n < opened][-STEPS_BEFORE_WINDOW:]
+        low, high = LIKE_THE_RUN
+        return bool(before) and not low * usual <= median(before) <= high * usual
+
+    return sorted(windows, key=is_in_preparation)
 
 
 def read_recording(path: str | Path) -> Recording:

@@ -9,12 +9,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from advisor.core.cgroup import Cgroup
 from advisor.core.run_directory import GpuSample, HostSample, Sample
 from advisor.recorder.background import BackgroundThread
 from advisor.recorder.nvml import Nvml, NvmlDevice, open_nvml
+
+if sys.platform == "linux":
+    import resource
 
 MAX_HZ = 20.0
 """Maximum number of samples per second: faster sampling slowed the training thread (by a third at
@@ -137,6 +140,8 @@ class HostSampler:
         if throttled is not None:
             host.throttled_periods, host.throttled = throttled
         host.run_delay = _read_run_delay()
+        faults = count_page_faults()
+        host.minor_faults = None if faults is None else faults.minor
         psutil, process = self.psutil, self._process
         if psutil is None or process is None:
             return host
@@ -238,6 +243,23 @@ class HostSampler:
                     except psutil.Error:
                         continue
         return result
+
+
+class PageFaults(NamedTuple):
+    """Counters of this process."""
+
+    minor: int
+    """Number of page faults so far that needed no disk."""
+    max_resident: int
+    """Largest resident memory so far, bytes."""
+
+
+def count_page_faults() -> PageFaults | None:
+    """Return the page faults of this process so far, or ``None`` except on Linux."""
+    if sys.platform != "linux":
+        return None
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return PageFaults(usage.ru_minflt, usage.ru_maxrss << 10)
 
 
 def _read_run_delay() -> int | None:

@@ -30,6 +30,7 @@ from advisor.recorder.hooks import Hooks
 from advisor.recorder.module_calls import CallLog
 from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions
+from advisor.recorder.telemetry import PageFaults, count_page_faults
 from advisor.recorder.watchers import TraceRanges
 
 log = logging.getLogger("advisor")
@@ -51,6 +52,13 @@ GUARD_STEPS = 3
 start of the trace, and the median of three ignores it."""
 GUARD_NS = 20_000_000
 """Minimum total slowdown of the profiled steps, ns: five short steps need no stop."""
+COUNTED_FROM = 1
+"""First step in which page faults are counted: the one before sets up caches and optimizers."""
+FAULT_NS = 1_000
+"""Usual time of a page fault, ns: 500 to 1,700 measured on CPU programs."""
+MIN_FAULT_SHARE = 0.05
+"""Minimum share of page faults in a step from which the first window does not open early: it can
+end them, so enough steps before it must show how long the program's own steps are."""
 BASELINE_STEPS = 32
 """Number of steps before a window that its steps are compared with."""
 RETRY_STEPS = 20
@@ -140,6 +148,8 @@ class Windows:
         """True if the current or last window has a fixed duration, because no step was seen."""
         self._timed_trace: tuple[bytes, dict[str, Any]] | None = None
         """Compressed trace of a timed window and its event, kept until the end of the run."""
+        self._faults_before: PageFaults | None = None
+        """Page faults before the step from which they are counted, or ``None`` if not counted."""
         self._other_profilers: WeakSet[Any] = WeakSet()
         """Active profilers of the program, including those that are warming up."""
         self._stack_profilers: WeakSet[Any] = WeakSet()
@@ -183,6 +193,7 @@ class Windows:
         self._automatic = self._requests = self._bytes = self._busy_tries = 0
         self.delimited_by_forward = self.restarts = False
         self.automatic_reason = None
+        self._faults_before = None
         self._unprofiled.clear()
 
     @property
@@ -243,6 +254,8 @@ class Windows:
                 self._end_reason = f"step {number - 1} ended {UNSAFE_REASON}"
         else:
             self.add_step(slowed, dur)
+            if number == COUNTED_FROM and self.first_due:
+                self._faults_before = count_page_faults()
             first = self.first_due and self._is_first_due(number, dur)
             if self.enabled and (
                 first or self.requested_reason is not None or self.automatic_reason is not None
@@ -341,11 +354,21 @@ class Windows:
             and not (self._unsafe_tries or self._busy_tries)
         )
         is_early = is_early and self._options.skip == RecordOptions.skip
-        if not is_early and number < self.first_step:
+        if number < self.first_step and not (is_early and not self._awaits_steps(number, dur)):
             return False
         if self._options.warmup == RecordOptions.warmup and (is_early or dur >= LONG_STEP_NS):
             self._warmup = 0 if dur >= LONG_STEP_NS else min(self._warmup, 1)
         return True
+
+    def _awaits_steps(self, number: int, dur: int) -> bool:
+        """Return whether page faults take so much of steps of ``dur`` ns before step ``number``
+        that no window opens early. Long steps cannot wait."""
+        before = self._faults_before
+        now = None if before is None or dur >= LONG_STEP_NS else count_page_faults()
+        if before is None or now is None:
+            return False
+        faults, steps = now.minor - before.minor, max(1, number - COUNTED_FROM)
+        return faults * FAULT_NS >= MIN_FAULT_SHARE * dur * steps
 
     def _open_if_due(self, number: int) -> None:
         options = self._options
@@ -384,6 +407,7 @@ class Windows:
         self._steps = []
         self._durations = []
         options = self._options
+        faults = self._count_faults_so_far(number)
         self._stacks = (options.stacks or options.deep) and not self.delimited_by_forward
         if not self._stacks:
             options = options.with_changes(
@@ -402,9 +426,22 @@ class Windows:
         profiler.start()
         self._ranges.begin()
         self._log_module_calls()
-        self._write_event(
-            {"window": self._number, "reason": reason, "state": "open", "steps": [number]}
-        )
+        event = {"window": self._number, "reason": reason, "state": "open", "steps": [number]}
+        self._write_event(event | faults)
+
+    def _count_faults_so_far(self, number: int) -> dict[str, Any]:
+        """Return the fields of the event of the first window, before step ``number``, about page
+        faults. The window may end them: the C library raises its limits when the profiler frees
+        large blocks."""
+        before, self._faults_before = self._faults_before, None
+        now = None if before is None else count_page_faults()
+        if before is None or now is None or number <= COUNTED_FROM:
+            return {}
+        return {
+            "fault_steps": [COUNTED_FROM, number - 1],
+            "minor_faults": now.minor - before.minor,
+            "memory_growth": now.max_resident - before.max_resident,
+        }
 
     def _postpone(self, number: int, reason: str, is_requested: bool) -> None:
         """Retry later, at growing intervals, because this step ended where no profiler may start.

@@ -1,7 +1,7 @@
 """Limits of the host that telemetry shows: CPU quota, NUMA placement and number of threads."""
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, impact_without_gain
+from advisor.core.finding import WHOLE_STEP, Finding, Outcomes, impact_without_gain
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
@@ -187,6 +187,7 @@ class CpuContention(SharedCoresRule):
     id = "cpu-contention"
     title = "Other programs take the cores that the main thread needs"
     host_check = "CPU limits"
+    subject = WHOLE_STEP
     reads_record = True
     found_in = ("recorded/contention.slow",)
     silent_in = ("recorded/contention.cured", *CURED_RECORDINGS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,15 @@ import pytest
 from advisor.advise import finding_text, report_text
 from advisor.advise.engine import Options, analyze
 from advisor.advise.finding_text import describe_gain
+from advisor.advise.priority import marginal_gain
 from advisor.advise.report_text import describe_scope, figures_of_merit
+from advisor.core.finding import WHOLE_STEP, Finding, Impact
 from advisor.core.report import Report
 from advisor.core.run_directory import HostSample, RankInfo, RankRecord
 from advisor.core.text import format_duration, format_share, location_figures, with_article
+from advisor.measure.steps.step_records import StepRecords
 from advisor.render.formats import REPORTS
+from advisor.replay.estimators import GainEstimator
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder
 from tests.run_directories import write_run
@@ -84,6 +89,55 @@ def trace_alone(tmp_path_factory: pytest.TempPathFactory) -> Report:
 def test_headline_of_a_trace_is_its_own_step(trace_alone: Report) -> None:
     assert trace_alone.step is None
     assert trace_alone.step_ns == trace_alone.scope.step_ns > 0
+
+
+def test_window_of_a_preparation_is_not_analysed(tmp_path: Path) -> None:
+    """A first window among short calls, before a loop with steps of 37 ms and another window."""
+    for preparation_ms, chosen in ((9.0, 1), (36.0, 0)):
+        r = RecordBuilder()
+        r.steps(10, preparation_ms)
+        for number, ms in enumerate((preparation_ms, 40.0)):
+            first = len(r._steps)
+            r.event("window", window=number, state="open", reason="schedule")
+            r.steps(4, ms, window=number)
+            r.event("window", window=number, state="done", steps=[first, first + 3])
+            r.steps(60, 37.0)
+        folder = tmp_path / f"{preparation_ms}"
+        write_run(folder, {0: r.build()})
+        for number in range(2):
+            file = folder / "rank0" / f"trace_w{number}.json.gz"
+            file.write_bytes(gzip.compress(window()))
+        report = analyze(folder, OPTIONS)
+        assert [shown.window for shown in report.inputs] == [chosen]
+        assert analyze(folder, replace(OPTIONS, window=0)).inputs[0].window == 0
+
+
+def test_steps_after_a_window_that_ended_page_faults_do_not_count(tmp_path: Path) -> None:
+    """20,000 page faults in each step of 80 ms, and none in steps of 55 ms after the window."""
+    for faults, median_ms in ((20_000, 80), (2_000, 55)):
+        r = RecordBuilder()
+        r.steps(10, 80)
+        counts = {"fault_steps": [1, 9], "minor_faults": 9 * faults, "memory_growth": 0}
+        r.event("window", window=0, state="open", reason="schedule", **counts)
+        r.steps(4, 90, window=0)
+        r.steps(60, 55)
+        r.watch(host=HostSample(minor_faults=14 * faults))
+        recorded = StepRecords(r.build())
+        assert recorded.median == median_ms * MS
+        assert (recorded.saved_by_window is not None) == (median_ms == 80)
+
+
+def test_gains_of_the_whole_step_multiply() -> None:
+    """Page faults of half of the work are gone if the work is: two halves leave a quarter."""
+    impact = Impact(currency="step_time", gain_ns=50, share=0.5)
+    faults = Finding(
+        rule="page-faults", summary="", subject=WHOLE_STEP, impact=impact, marginal_gain_ns=50
+    )
+    other = Finding(rule="loop-phases", summary="", impact=impact, marginal_gain_ns=50)
+    estimator = GainEstimator()
+    assert marginal_gain(faults, [other], estimator) == 25
+    assert marginal_gain(other, [faults], estimator) == 25
+    assert marginal_gain(other, [], estimator) == 50
 
 
 RECORDED = sorted((Path(__file__).parents[1] / "data" / "recorded").iterdir())

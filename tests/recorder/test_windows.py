@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import mmap
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,7 @@ from advisor.recorder import slowdown, windows
 from advisor.recorder.api import Recorder
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.slowdown import SlowdownWatch
+from advisor.recorder.telemetry import PageFaults
 from advisor.recorder.windows import FOLDER_SECONDS
 from advisor.recorder.writer import Writer
 
@@ -108,6 +112,51 @@ def test_long_steps_are_not_waited_for(
         last = record.events_of("window")[-1]
         assert last["state"] == ("done" if kept else "never"), seconds
         assert last.get("steps") == kept
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="page faults are counted on Linux")
+def test_first_window_says_how_many_page_faults_came_before_it(
+    tmp_path: Path, training: Any
+) -> None:
+    pages = 2_000
+    with Recorder(str(tmp_path / "run"), skip=6, warmup=1, active=2, **CALM):
+        for _ in range(12):
+            training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+            with mmap.mmap(-1, pages * mmap.PAGESIZE) as memory:
+                memory.madvise(mmap.MADV_NOHUGEPAGE)
+                for start in range(0, len(memory), mmap.PAGESIZE):
+                    memory[start] = 1
+    record = only_rank(tmp_path / "run")
+    opened = record.events_of("window")[0]
+    assert opened["fault_steps"] == [1, 5]
+    assert 5 * pages <= opened["minor_faults"] < 10 * pages
+    # another test may have used more memory before
+    assert opened["memory_growth"] < 5 * pages * mmap.PAGESIZE
+    counts = [s.host.minor_faults for s in record.samples if s.host is not None]
+    assert counts and None not in counts and counts == sorted(counts)
+
+
+def test_early_window_waits_for_steps_if_it_may_end_page_faults(
+    tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 0.5 s, in which page faults take 20%, or hardly any time."""
+    due = windows.Windows._is_first_due
+    monkeypatch.setattr(
+        windows.Windows, "_is_first_due", lambda self, number, dur: due(self, number, 500_000_000)
+    )
+    for per_count, first in ((100_000, 10), (1_000, 2)):
+        counts = itertools.count()
+        monkeypatch.setattr(
+            windows,
+            "count_page_faults",
+            lambda counts=counts, each=per_count: PageFaults(each * next(counts), 0),
+        )
+        folder = str(tmp_path / str(per_count))
+        with Recorder(folder, telemetry=0.0, **CALM):
+            for _ in range(16):
+                training.learn((torch.randn(2, 4), torch.randn(2, 1)))
+        opened = only_rank(folder).events_of("window")[0]
+        assert (opened["state"], opened["steps"]) == ("open", [first])
 
 
 def test_run_ending_before_its_folder_exists_has_a_trace(
@@ -394,6 +443,10 @@ def test_trouble_is_a_slower_median_or_a_spike() -> None:
     # the median of 16 has moved once most of them are slow; reported once, not for ever
     assert alarm_steps(steady + [130] * 300) == [208]
     assert alarm_steps([1] * 100 + [2] * 100) == []  # a millisecond is the machine's
+    # calls of a preparation, then the loop: once, when most of the recent ones are of the loop
+    assert alarm_steps([10] * 20 + [31] * 300) == [27]
+    assert alarm_steps([100] * 20 + [40] * 300) == [28]
+    assert alarm_steps([10] * 20 + [19] * 300) == []
     # a fast step is compared with two seconds of others, and slow for one
     assert alarm_steps([10] * 100 + [14] * 100) == []
     assert alarm_steps([10] * 300 + [14] * 50) == []

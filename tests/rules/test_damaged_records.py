@@ -72,6 +72,9 @@ KEYS = st.sampled_from(
         "message",
         "snapshot",
         "reason",
+        "fault_steps",
+        "minor_faults",
+        "memory_growth",
     ]
 )
 EVENTS = st.builds(
@@ -107,6 +110,7 @@ HOSTS = st.builds(
     process_cpu=st.none() | st.floats(-1, 1e6),
     children_cpu=st.none() | st.floats(-1, 1e6),
     run_delay=MAYBE,
+    minor_faults=MAYBE,
     rss=MAYBE,
     disk_read=MAYBE,
     throttled=MAYBE,

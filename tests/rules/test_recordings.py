@@ -74,6 +74,7 @@ CASES = {
     "embedding_bag": "dense-embedding-gradient",
     "dense_graph": "mostly-zero-operand",
     "reverb": "long-filter",
+    "page_faults": "page-faults",
 }
 
 
@@ -113,6 +114,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "pairs",
             "picture_answers",
             "plates",
+            "page_faults",
             "product_order",
             "rank_evaluation",
             "reverb",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -29,6 +30,12 @@ START_UP_STEPS = 3
 """Number of first steps that are never compared, even with an early window."""
 MAX_STEPS_APART, MIN_AROUND = 20, 5
 """Maximum distance of unprofiled steps compared with a profiled one; minimum number of them."""
+FAULT_NS = 1_000
+"""Usual time of a page fault, ns: 0.9 to 1.2 µs in three CPU programs on two cores."""
+MIN_FAULT_SHARE = 0.1
+"""Minimum share of a step in page faults that a window must end to change the step's length."""
+MIN_SHORTER = 0.05
+"""Minimum share by which steps become shorter where a window ends page faults."""
 MIN_SAMPLES = 3
 """Minimum number of samples for reporting the mean use of the cores."""
 MIN_FORWARD_SHARE = 0.9
@@ -50,6 +57,20 @@ MAX_AHEAD_SHARE = 0.1
 """Maximum share of steps in which the host does not wait; with more, it runs ahead."""
 MAX_NOT_WAITING_SHARE = 0.9
 """Share of the device's time per step below which the host's time shows that it does not wait."""
+
+
+class PageFaults(NamedTuple):
+    """Page faults of the process that needed no disk, before and after the first window. The window
+    can end them: the C library keeps more freed memory once the profiler has freed large blocks."""
+
+    per_step: float
+    """Mean number in a step before the window."""
+    growth: int
+    """Growth of the largest resident memory during the counted steps, bytes."""
+    counted: Bools
+    """Steps in which they were counted."""
+    after: float | None
+    """Mean number in a step after the window, or ``None`` if not sampled."""
 
 
 class StepRecords:
@@ -141,10 +162,84 @@ class StepRecords:
         return result
 
     @cached_property
+    def page_faults(self) -> PageFaults | None:
+        """Page faults before the first window, or ``None`` if not counted."""
+        event: dict[str, Any] = next(iter(self.record.events_of("window")), {})
+        steps, faults, growth = (
+            event.get(name) for name in ("fault_steps", "minor_faults", "memory_growth")
+        )
+        if not isinstance(steps, list) or len(steps) != 2:
+            return None
+        if not (_is_count(faults) and _is_count(growth) and all(map(_is_count, steps))):
+            return None
+        number = self.column("n")
+        counted = (number >= steps[0]) & (number <= steps[1])
+        if not counted.any():
+            return None
+        after = self._faults_after(int(np.flatnonzero(counted)[-1]))
+        return PageFaults(faults / int(counted.sum()), growth, counted, after)
+
+    def _faults_after(self, row: int) -> float | None:
+        """Return the page faults per step that samples counted after the first window, which
+        follows the step in ``row``, or ``None`` if not sampled for ``MIN_USED`` steps."""
+        taken = [
+            (sample.t, sample.host.minor_faults)
+            for sample in self.record.samples
+            if sample.host is not None and sample.host.minor_faults is not None
+        ]
+        undisturbed = self.unprofiled & ~self.exporting
+        undisturbed[: row + 1] = False
+        faults = time = 0
+        for (t, before), (next_t, count) in pairwise(taken):
+            first, last = np.searchsorted(self.ts, (t, next_t), side="right") - 1
+            if first >= 0 and undisturbed[first : last + 1].all():
+                faults, time = faults + count - before, time + next_t - t
+        length = float(np.median(self.dur[undisturbed])) if undisturbed.any() else 0.0
+        return faults * length / time if time >= MIN_USED * length > 0 else None
+
+    @cached_property
+    def before_window(self) -> Bools:
+        """Steps before the first window, without the first ones, if the window ended page faults
+        that made them longer: the steps after it are those of another program. Else no steps."""
+        none = np.zeros(len(self.steps), dtype=bool)
+        faults = self.page_faults
+        if faults is None or faults.after is None:
+            return none
+        before = faults.counted.copy()
+        before[:START_UP_STEPS] = False
+        after = self._after_window
+        if before.sum() < MIN_STEPS or not after.any():
+            return none
+        usual, next_usual = float(np.median(self.dur[before])), float(np.median(self.dur[after]))
+        ended_ns = (faults.per_step - faults.after) * FAULT_NS
+        has_changed = next_usual <= (1 - MIN_SHORTER) * usual
+        return before if has_changed and ended_ns >= MIN_FAULT_SHARE * usual else none
+
+    @cached_property
+    def saved_by_window(self) -> float | None:
+        """Time by which the median step became shorter when the first window ended page faults, ns,
+        or ``None`` if it ended none."""
+        before = self.before_window
+        if not before.any():
+            return None
+        return float(np.median(self.dur[before]) - np.median(self.dur[self._after_window]))
+
+    @cached_property
+    def _after_window(self) -> Bools:
+        """Steps after the first window and its trace, if page faults before it are known."""
+        result = self.unprofiled & ~self.exporting
+        if self.page_faults is not None:
+            result[: np.flatnonzero(self.page_faults.counted)[-1] + 1] = False
+        return result
+
+    @cached_property
     def used(self) -> Bools:
-        """Steps that count: ``unprofiled`` steps after the warm-up, and not while a trace is
-        written. If there are too few, as in a short run of fast steps, steps while a trace is
-        written count too. If there are still too few, no step counts."""
+        """Steps that count: ``before_window`` if there are such steps, else ``unprofiled`` steps
+        after the warm-up, and not while a trace is written. If there are too few, as in a short run
+        of fast steps, steps while a trace is written count too. If there are still too few, no step
+        counts."""
+        if self.before_window.any():
+            return self.before_window
         comparable = self.after_warmup & self.unprofiled
         min_count = MIN_USED if len(self.steps) > 2 * MIN_USED else 1
         for candidates in (comparable & ~self.exporting, comparable):
@@ -284,6 +379,8 @@ class StepRecords:
             return np.zeros(len(self.steps), dtype=bool)
         comparable = self.unprofiled.copy()
         comparable[:START_UP_STEPS] = False
+        if self.before_window.any():
+            comparable = self.before_window
         indices = np.arange(len(self.steps))
         following = np.searchsorted(given, indices)
         right = given[np.minimum(following, len(given) - 1)]
@@ -579,6 +676,11 @@ class StepRecords:
 def finite_or_nan(value: float | None) -> float:
     """Return a figure for a column: NaN if it is missing or impossibly large."""
     return float(value) if value is not None and -MAX_VALUE < value < MAX_VALUE else np.nan
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    """Return whether a value is a number of things, of a size that a record can have."""
+    return type(value) is int and 0 <= value < MAX_VALUE
 
 
 def _drop_missing(values: Sequence[float | None] | Floats) -> Floats:

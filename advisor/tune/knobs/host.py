@@ -9,6 +9,12 @@ from advisor.recorder.environment import NODES, cpu_list
 from advisor.tune.knob import Knob, Machine, Value, wrap_attribute
 
 ALLOC_SETTING = "expandable_segments:True"
+MALLOC_LIMITS = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
+"""Variables for glibc: free memory at the end of the heap, and size of a block with a mapping of
+its own, from which memory is returned to the system, bytes. The second is the largest allowed."""
 FREEZE_AFTER, COLLECT_EVERY = 3, 500
 """Numbers of steps until existing objects are frozen, and between manual collections."""
 
@@ -89,6 +95,22 @@ class AllocatorKnob(Knob):
 
     def environment(self, value: Value) -> dict[str, str | None]:
         return {"PYTORCH_CUDA_ALLOC_CONF": ALLOC_SETTING, "PYTORCH_ALLOC_CONF": ALLOC_SETTING}
+
+    def apply(self, value: Value) -> None:
+        self.took_effect()
+
+
+class KeepFreedMemory(Knob):
+    """Limits of glibc from which it returns freed memory to the system, for programs on a CPU."""
+
+    id = "keep-freed-memory"
+    title = "freed memory kept by the process"
+    keep = (
+        "MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=33554432 \\\n    python train.py"
+    )
+
+    def environment(self, value: Value) -> dict[str, str | None]:
+        return {**MALLOC_LIMITS}
 
     def apply(self, value: Value) -> None:
         self.took_effect()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.errors import AdvisorError
-from advisor.core.run_directory import RankRecord
+from advisor.core.run_directory import RankRecord, order_windows
 from advisor.core.trace import Run, Trace, blank_trace
 from advisor.measure import Analysis
 from advisor.measure.memory.peak_memory import order_snapshots
@@ -15,7 +15,7 @@ def choose_windows(
     run: Run, window: int | None, steps: tuple[int | None, int | None] | None
 ) -> dict[int, Analysis]:
     """Return the analysis of each rank, ranks with a trace first, for the given window (default:
-    each rank's first) and steps.
+    each rank's first that is like the run) and steps.
 
     Raises AdvisorError for a missing window or missing steps."""
     analyses = {
@@ -48,6 +48,9 @@ def _choose_window_numbers(run: Run, window: int | None) -> dict[int, int]:
         present = sorted(w for r, w in run.traces if r == number)
         if window is not None and window not in present:
             raise _make_window_error(run, window, number)
+        record = _find_record(run, number)
+        if record is not None:
+            present = order_windows(record, present)
         chosen[number] = present[0] if window is None else window
     return chosen
 

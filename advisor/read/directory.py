@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -13,7 +13,7 @@ from typing import Literal
 
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
-from advisor.core.run_directory import COMPILE_LOG, is_run, read_recording
+from advisor.core.run_directory import COMPILE_LOG, Recording, is_run, order_windows, read_recording
 from advisor.core.trace import Run, Trace, blank_trace
 from advisor.read.auxiliary_files import (
     join_snapshots,
@@ -272,7 +272,7 @@ def _open_recording(
         for file in _list_folder(Path(record.folder))
         if (match := _WINDOW_NAME.match(file.name)) is not None and file.is_file()
     }
-    unread = dict(sorted(unread.items()))
+    unread = dict(_order_windows(unread, recording))
     problems = list(recording.problems)
     traces_by_window: dict[tuple[int, int], Trace] = {}
     while batch := _next_windows(unread, traces_by_window, window):
@@ -291,13 +291,24 @@ def _open_recording(
     )
 
 
+def _order_windows(
+    files: Mapping[tuple[int, int], Path], recording: Recording
+) -> Iterator[tuple[tuple[int, int], Path]]:
+    """Yield the (rank, window) pairs with their files, in the order in which they are analysed."""
+    for rank, record in sorted(recording.ranks.items()):
+        windows = sorted(window for each, window in files if each == rank)
+        for window in order_windows(record, windows):
+            yield (rank, window), files[rank, window]
+
+
 def _next_windows(
     unread: Iterable[tuple[int, int]],
     finished: Iterable[tuple[int, int]],
     window: int | Literal["first", "all"],
 ) -> list[tuple[int, int]]:
-    """Return the (rank, window) pairs to read next. With ``first``, the second window of a rank is
-    read only if the first one could not be read."""
+    """Return the (rank, window) pairs to read next, of ``unread`` in the order in which they are
+    analysed. With ``first``, the second one of a rank is read only if the first one could not be
+    read."""
     if window == "all":
         return list(unread)
     if window != "first":

@@ -26,6 +26,14 @@ MIN_BASELINE_NS = 2_000_000_000
 MAX_BASELINE_STEPS = 4096
 RECENT_STEPS = 16
 """Number of latest steps whose median is compared with the baseline."""
+FIRST_STEPS = 5
+"""Number of first steps after the warm-up that the recent ones are compared with until there is a
+baseline: the first window is near them."""
+CHANGE_RATIO = 2.0
+"""Minimum ratio of recent to first steps, or of first to recent, that shows that the loop had not
+begun at the first window: the steps were those of a preparation."""
+MIN_CHANGED_NS = 300_000_000
+"""Minimum time of the recent steps for that, ns."""
 MIN_SLOW_NS = 1_000_000_000
 """Minimum time for which that median must be slow, ns."""
 MIN_ALARM_INTERVAL = 100
@@ -57,6 +65,8 @@ class SlowdownWatch:
             self._baseline_ns += dur
             if len(self._baseline) < MAX_BASELINE_STEPS:
                 self._baseline.append(dur)
+            if reason := self._find_change():
+                return reason
             if len(self._baseline) >= MIN_BASELINE_STEPS and self._baseline_ns >= MIN_BASELINE_NS:
                 self._median = median(self._baseline)
             return None
@@ -78,6 +88,24 @@ class SlowdownWatch:
         if dur > self._median * SPIKE_RATIO and dur - self._median > MIN_SPIKE_NS:
             return self._raise_alarm(f"a step took {dur / self._median:.1f} times the median")
         return None
+
+    def _find_change(self) -> str | None:
+        """Return the reason to open a window if steps are much longer or shorter than the first
+        ones, or ``None``. The recent ones then begin the baseline."""
+        if len(self._baseline) < FIRST_STEPS + RECENT_STEPS:
+            return None
+        recent_steps = self._baseline[-RECENT_STEPS:]
+        first, recent = median(self._baseline[:FIRST_STEPS]), median(recent_steps)
+        ratio = recent / max(first, 1)
+        if 1 / CHANGE_RATIO < ratio < CHANGE_RATIO or abs(recent - first) <= MIN_CHANGE_NS:
+            return None
+        if sum(recent_steps) < MIN_CHANGED_NS:
+            return None
+        self._baseline = recent_steps[
+            -RECENT_STEPS // 2 :
+        ]  # at least the half is of the new length
+        self._baseline_ns = sum(self._baseline)
+        return self._raise_alarm(f"steps take {ratio:.2f} times as long as the first ones")
 
     def add_steps(self, lengths: list[int]) -> str | None:
         """Add several steps, ns. Return the last reason to open a window, or ``None``."""

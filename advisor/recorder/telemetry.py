@@ -140,8 +140,8 @@ class HostSampler:
         if throttled is not None:
             host.throttled_periods, host.throttled = throttled
         host.run_delay = _read_run_delay()
-        faults = count_page_faults()
-        host.minor_faults = None if faults is None else faults.minor
+        counters = read_memory_counters()
+        host.minor_faults = None if counters is None else counters.minor_faults
         psutil, process = self.psutil, self._process
         if psutil is None or process is None:
             return host
@@ -245,21 +245,21 @@ class HostSampler:
         return result
 
 
-class PageFaults(NamedTuple):
+class MemoryCounters(NamedTuple):
     """Counters of this process."""
 
-    minor: int
+    minor_faults: int
     """Number of page faults so far that needed no disk."""
     max_resident: int
     """Largest resident memory so far, bytes."""
 
 
-def count_page_faults() -> PageFaults | None:
-    """Return the page faults of this process so far, or ``None`` except on Linux."""
+def read_memory_counters() -> MemoryCounters | None:
+    """Return the counters of this process so far, or ``None`` except on Linux."""
     if sys.platform != "linux":
         return None
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    return PageFaults(usage.ru_minflt, usage.ru_maxrss << 10)
+    return MemoryCounters(usage.ru_minflt, usage.ru_maxrss << 10)
 
 
 def _read_run_delay() -> int | None:

@@ -30,7 +30,7 @@ from advisor.recorder.hooks import Hooks
 from advisor.recorder.module_calls import CallLog
 from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions
-from advisor.recorder.telemetry import PageFaults, count_page_faults
+from advisor.recorder.telemetry import MemoryCounters, read_memory_counters
 from advisor.recorder.watchers import TraceRanges
 
 log = logging.getLogger("advisor")
@@ -148,8 +148,8 @@ class Windows:
         """True if the current or last window has a fixed duration, because no step was seen."""
         self._timed_trace: tuple[bytes, dict[str, Any]] | None = None
         """Compressed trace of a timed window and its event, kept until the end of the run."""
-        self._faults_before: PageFaults | None = None
-        """Page faults before the step from which they are counted, or ``None`` if not counted."""
+        self._counters_before: MemoryCounters | None = None
+        """Counters at the begin of the step from which page faults are counted, or ``None``."""
         self._other_profilers: WeakSet[Any] = WeakSet()
         """Active profilers of the program, including those that are warming up."""
         self._stack_profilers: WeakSet[Any] = WeakSet()
@@ -193,7 +193,7 @@ class Windows:
         self._automatic = self._requests = self._bytes = self._busy_tries = 0
         self.delimited_by_forward = self.restarts = False
         self.automatic_reason = None
-        self._faults_before = None
+        self._counters_before = None
         self._unprofiled.clear()
 
     @property
@@ -255,7 +255,7 @@ class Windows:
         else:
             self.add_step(slowed, dur)
             if number == COUNTED_FROM and self.first_due:
-                self._faults_before = count_page_faults()
+                self._counters_before = read_memory_counters()
             first = self.first_due and self._is_first_due(number, dur)
             if self.enabled and (
                 first or self.requested_reason is not None or self.automatic_reason is not None
@@ -363,11 +363,11 @@ class Windows:
     def _awaits_steps(self, number: int, dur: int) -> bool:
         """Return whether page faults take so much of steps of ``dur`` ns before step ``number``
         that no window opens early. Long steps cannot wait."""
-        before = self._faults_before
-        now = None if before is None or dur >= LONG_STEP_NS else count_page_faults()
+        before = self._counters_before
+        now = None if before is None or dur >= LONG_STEP_NS else read_memory_counters()
         if before is None or now is None:
             return False
-        faults, steps = now.minor - before.minor, max(1, number - COUNTED_FROM)
+        faults, steps = now.minor_faults - before.minor_faults, max(1, number - COUNTED_FROM)
         return faults * FAULT_NS >= MIN_FAULT_SHARE * dur * steps
 
     def _open_if_due(self, number: int) -> None:
@@ -433,13 +433,13 @@ class Windows:
         """Return the fields of the event of the first window, before step ``number``, about page
         faults. The window may end them: the C library raises its limits when the profiler frees
         large blocks."""
-        before, self._faults_before = self._faults_before, None
-        now = None if before is None else count_page_faults()
+        before, self._counters_before = self._counters_before, None
+        now = None if before is None else read_memory_counters()
         if before is None or now is None or number <= COUNTED_FROM:
             return {}
         return {
             "fault_steps": [COUNTED_FROM, number - 1],
-            "minor_faults": now.minor - before.minor,
+            "minor_faults": now.minor_faults - before.minor_faults,
             "memory_growth": now.max_resident - before.max_resident,
         }
 

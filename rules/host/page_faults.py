@@ -7,7 +7,7 @@ from advisor.core.finding import WHOLE_STEP, Finding, Outcomes
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
-from advisor.measure.steps.step_records import PageFaults
+from advisor.measure.steps.step_records import FaultsAroundWindow
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.support.common import impact_per_step, recorded_steps
 from advisor.testing import Examples, TraceBuilder
@@ -16,7 +16,7 @@ PAGE_BYTES = 4096
 """Size of a page that a fault maps, bytes."""
 
 
-class PageFaultsInSteps(Rule):
+class PageFaults(Rule):
     """Each step on a CPU touches thousands of pages of memory for the first time. The C library
     returns the memory of large freed tensors to the system, and takes it again for the next
     tensors. The system clears and maps each page at its first use. The process could keep its
@@ -127,7 +127,7 @@ class PageFaultsInSteps(Rule):
         }
 
 
-def _describe(faults: PageFaults, step: float, saved: float | None) -> str:
+def _describe(faults: FaultsAroundWindow, step: float, saved: float | None) -> str:
     text = (
         f"Each step before the profiled window has {faults.per_step:,.0f} page faults: it takes "
         f"{t.format_bytes(faults.per_step * PAGE_BYTES)} of memory from the system again."

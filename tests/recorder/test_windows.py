@@ -20,7 +20,7 @@ from advisor.recorder import slowdown, windows
 from advisor.recorder.api import Recorder
 from advisor.recorder.options import RecordOptions
 from advisor.recorder.slowdown import SlowdownWatch
-from advisor.recorder.telemetry import PageFaults
+from advisor.recorder.telemetry import MemoryCounters
 from advisor.recorder.windows import FOLDER_SECONDS
 from advisor.recorder.writer import Writer
 
@@ -148,8 +148,8 @@ def test_early_window_waits_for_steps_if_it_may_end_page_faults(
         counts = itertools.count()
         monkeypatch.setattr(
             windows,
-            "count_page_faults",
-            lambda counts=counts, each=per_count: PageFaults(each * next(counts), 0),
+            "read_memory_counters",
+            lambda counts=counts, each=per_count: MemoryCounters(each * next(counts), 0),
         )
         folder = str(tmp_path / str(per_count))
         with Recorder(folder, telemetry=0.0, **CALM):

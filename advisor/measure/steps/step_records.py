@@ -59,7 +59,7 @@ MAX_NOT_WAITING_SHARE = 0.9
 """Share of the device's time per step below which the host's time shows that it does not wait."""
 
 
-class PageFaults(NamedTuple):
+class FaultsAroundWindow(NamedTuple):
     """Page faults of the process that needed no disk, before and after the first window. The window
     can end them: the C library keeps more freed memory once the profiler has freed large blocks."""
 
@@ -162,7 +162,7 @@ class StepRecords:
         return result
 
     @cached_property
-    def page_faults(self) -> PageFaults | None:
+    def page_faults(self) -> FaultsAroundWindow | None:
         """Page faults before the first window, or ``None`` if not counted."""
         event: dict[str, Any] = next(iter(self.record.events_of("window")), {})
         steps, faults, growth = (
@@ -177,7 +177,7 @@ class StepRecords:
         if not counted.any():
             return None
         after = self._faults_after(int(np.flatnonzero(counted)[-1]))
-        return PageFaults(faults / int(counted.sum()), growth, counted, after)
+        return FaultsAroundWindow(faults / int(counted.sum()), growth, counted, after)
 
     def _faults_after(self, row: int) -> float | None:
         """Return the page faults per step that samples counted after the first window, which

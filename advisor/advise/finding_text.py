@@ -43,6 +43,15 @@ def is_unsure(finding: Finding) -> bool:
     return finding.confidence < MIN_SURE
 
 
+def is_unseen_code(finding: Finding) -> bool:
+    """Return whether a finding is about code of which no line is recorded, so that its fix may gain
+    nothing."""
+    impact = finding.impact
+    if finding.subject != HOST_CODE or finding.where or impact is None:
+        return False
+    return bool(impact.gain_ns) and not impact.low_ns
+
+
 def is_small(finding: Finding) -> bool:
     """Return whether a finding gains too little to be fixed first."""
     impact = finding.impact

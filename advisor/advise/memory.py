@@ -223,11 +223,12 @@ def memory_verdict(
 ) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
     """Return the status and verdict on a snapshot. ``roles``: ``Rule.verdict_role`` by id."""
     view = report.memory[0]
-    categories = [
-        f"{t.format_bytes(item.bytes)} of {item.category}"
+    largest = [
+        item
         for item in view.categories[:2]
         if item.category != UNATTRIBUTED and item.bytes >= MIN_NAMED_SHARE * view.allocated
     ]
+    categories = [f"{t.format_bytes(item.bytes)} of {item.category}" for item in largest]
     usage = f"{t.format_bytes(view.allocated)} in tensors"
     if view.reserved:
         usage += f" of {t.format_bytes(view.reserved)} reserved"
@@ -235,12 +236,14 @@ def memory_verdict(
     if view.reserved and unused >= MIN_UNUSED_SHARE * view.reserved:
         usage += f" ({t.format_bytes(unused)} reserved and unused"
         usage += f"; {_describe_returned_memory(view)})" if view.at == "snapshot" else ")"
-    mainly = f", mainly {' and '.join(categories)}" if categories else ""
+    are_most = 2 * sum(item.bytes for item in largest) > view.allocated
+    most = "mainly" if are_most else "the largest part"
+    mainly = f", {most} {' and '.join(categories)}" if categories else ""
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
             f"GPU {view.device}: {t.format_bytes(view.allocated)} in tensors and "
-            f"{t.format_bytes(view.reserved)} reserved cannot both be true. The file's figures "
-            "contradict each other."
+            f"{t.format_bytes(view.reserved)} reserved cannot both be true. Take a new snapshot: "
+            "as the file's figures contradict each other, the tables below may be wrong."
         )
     if view.request is not None:
         text = (

@@ -1,6 +1,6 @@
 """Limits of a recording: what it cannot show and what was left out, one sentence per limit."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -455,21 +455,34 @@ def _describe_one_off_costs(a: Analysis) -> list[Limit]:
 ONE_OFF = "one-off costs"
 
 
-def one_off_costs(a: Analysis) -> tuple[float, str]:
-    """Return the share of the analysed time, 0 to 1, in first calls, graph captures and long driver
-    calls. Also return the name of the longest one."""
+class OneOffCosts(NamedTuple):
+    """First calls, graph captures and long driver calls in the analysed time."""
+
+    share: float
+    """Their share of the analysed time, 0 to 1."""
+    longest: str
+    """Name of the longest one. Empty without any."""
+    longest_share: float
+    """Share of the calls of that name in the time of all of them."""
+
+
+def one_off_costs(a: Analysis) -> OneOffCosts:
+    """Return the one-off costs in the analysed time."""
     tables = [
         table.select(pl.col("name").cast(pl.String), "ts", "dur")
         for table in (a.one_off_costs, _find_long_calls(a))
     ]
     calls = pl.concat(tables)
     if calls.is_empty() or not a.span_ns:
-        return 0.0, ""
+        return OneOffCosts(0.0, "", 0.0)
     ts = calls["ts"].to_numpy()
     end = ts + calls["dur"].to_numpy()
     longest = calls["name"][int(covered_length(ts, end, a.spans).argmax())]
-    share = intersect(union(ts, end), a.spans).total / a.span_ns
-    return float(share), labels.shorten(labels.clean(longest), 50)
+    total = intersect(union(ts, end), a.spans).total
+    named = (calls["name"] == longest).to_numpy()
+    of_name = intersect(union(ts[named], end[named]), a.spans).total
+    name = labels.shorten(labels.clean(longest), 50)
+    return OneOffCosts(total / a.span_ns, name, of_name / max(1, total))
 
 
 def _find_long_calls(a: Analysis) -> pl.DataFrame:
@@ -613,8 +626,10 @@ def longer_steps(a: Analysis) -> str:
     text += f": {', '.join(parts)}."
     if not result.work:
         return text
-    host = a.device_id is None
-    text += " Most of it in " if host else " Device work that takes longer, hidden or not: "
+    is_most = 2 * sum(part.ns for part in result.work) > result.difference_ns
+    on_host = " Most of it is in " if is_most else " The work that differs most is "
+    is_on_host = a.device_id is None
+    text += on_host if is_on_host else " Device work that takes longer, hidden or not: "
     text += f"{', '.join(_describe_work(part) for part in result.work)}."
     if any(_has_more_calls(part) for part in result.work):
         text += (

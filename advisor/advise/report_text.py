@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Final
+from typing import Final, NamedTuple
 
 from advisor.advise.finding_text import (
     SMALL_SHARE,
     Line,
     gains_of_findings,
     is_replayed,
+    is_unseen_code,
     is_unsure,
     ranked_findings,
 )
@@ -288,8 +289,6 @@ def describe_recorded_steps(report: Report) -> list[str]:
     parts += _describe_slow_steps(report)
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.format_duration(view.p99_ns)}")
-    if view.samples_per_second is not None:
-        parts.append(f"{view.samples_per_second:,.0f} samples/s")
     if view.outside_ns and (view.outside_share or 0.0) >= MIN_OUTSIDE_SHARE:
         parts.append(
             f"pauses of {t.format_duration(view.outside_ns)} in all between steps "
@@ -302,14 +301,38 @@ def describe_recorded_steps(report: Report) -> list[str]:
         parts.append("the disk was full: later steps are not recorded")
     elif view.ended != "finished":
         parts.append(f"ended by {labels.clean(view.ended)}")
+    if view.samples_per_second is not None:  # last, as a full page leaves it out
+        parts.append(f"{view.samples_per_second:,.0f}{SAMPLE_RATE}")
     return parts
 
 
-def _describe_slow_steps(report: Report) -> list[str]:
-    """Say how many slow steps make the mean longer than the median. Empty if they do not."""
+SAMPLE_RATE: Final = " samples/s"
+"""Unit of the last part of a run's line."""
+
+
+class SlowSteps(NamedTuple):
+    """Slow steps that make the run's mean step longer than its median."""
+
+    numbers: list[int]
+    """Numbers of the slow steps."""
+    timed: int
+    """Number of timed steps, slow or not."""
+    share: float
+    """Share of the slow steps in the time of all timed ones, 0 to 1."""
+
+    @property
+    def sentence_start(self) -> str:
+        """Count with the verb: ``6 of 19 timed steps exceed twice the median``."""
+        verb = "exceeds" if len(self.numbers) == 1 else "exceed"
+        timed = t.count_noun(self.timed, "timed step")
+        return f"{len(self.numbers)} of {timed} {verb} twice the median"
+
+
+def find_slow_steps(report: Report) -> SlowSteps | None:
+    """Return the slow steps of the run, or ``None`` if they do not make its mean step longer."""
     step, runs = report.step, [each for each in report.step_durations if each.source == "recorder"]
     if step is None or not step.varies or step.mean_ns <= step.ns or len(runs) != 1:
-        return []
+        return None
     durations = runs[0].durations_ns
     numbers = (n for first, last in runs[0].numbers for n in range(first, last + 1))
     slow = [
@@ -320,15 +343,18 @@ def _describe_slow_steps(report: Report) -> list[str]:
     slow_ns = sum(ns for _, ns in slow)
     excess = slow_ns - len(slow) * step.ns
     if excess < MIN_SAME_CAUSE_SHARE * (sum(durations) - len(durations) * step.ns):
+        return None
+    return SlowSteps([number for number, _ in slow], len(durations), slow_ns / sum(durations))
+
+
+def _describe_slow_steps(report: Report) -> list[str]:
+    """Say how many slow steps make the mean longer than the median. Empty if they do not."""
+    slow = find_slow_steps(report)
+    if slow is None:
         return []
-    share = t.format_share(slow_ns / sum(durations))
-    names = ", ".join(str(number) for number, _ in slow)
-    which = f" ({names})" if len(slow) <= MAX_NAMED_STEPS else ""
-    verb = "exceeds" if len(slow) == 1 else "exceed"
-    return [
-        f"{len(slow)} of {t.count_noun(len(durations), 'timed step')} {verb} twice the "
-        f"median{which}: {share} of the time"
-    ]
+    names = ", ".join(map(str, slow.numbers))
+    which = f" ({names})" if len(slow.numbers) <= MAX_NAMED_STEPS else ""
+    return [f"{slow.sentence_start}{which}: {t.format_share(slow.share)} of the time"]
 
 
 def describe_phases(report: Report) -> list[str]:
@@ -342,6 +368,34 @@ def describe_phases(report: Report) -> list[str]:
         if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
     ]
     return [f"{shown[0]} of the host's time", *shown[1:]] if shown else []
+
+
+PHASE_NAMES: Final = {
+    "other": "code outside loading, forward, backward and optimizer",
+    "between steps": "code between the steps",
+}
+
+
+def name_phase(name: str) -> str:
+    """Return the name of a phase of the step in a sentence."""
+    return PHASE_NAMES.get(name, t.host_label(name))
+
+
+def quotes_phase(report: Report) -> bool:
+    """Return whether the verdict gives the share of a phase of the run's steps."""
+    phases = () if report.recorded is None else report.recorded.phases
+    figures = ((name_phase(p.name), t.format_share(p.share)) for p in phases)
+    verdict = report.verdict.lower()
+    return any(
+        f"{name}{separator}{share}" in verdict
+        for name, share in figures
+        for separator in (": ", " ", " takes ")
+    )
+
+
+def quotes_operator(report: Report) -> bool:
+    """Return whether the verdict gives the share of an operator in all operators' time."""
+    return "of operators' time" in report.verdict
 
 
 def headline_numbers(report: Report) -> list[Line]:
@@ -636,13 +690,16 @@ MIN_UNCERTAIN_SHARE = 0.5
 
 def format_speedup(report: Report) -> str:
     """Format how much faster the step gets with every ranked fix: ``1.53× faster``. Empty if the
-    fixes do not shorten it, or if only a part of a step is recorded."""
+    fixes do not shorten it, if only a part of a step is recorded, or if one is code that nobody has
+    seen."""
     before, after = report.step_ns, step_after_fixes(report)
     ratio = before / after if after > 0 else 1.0
     if ratio - 1 < SMALL_SHARE or t.format_duration(before) == t.format_duration(after):
         return ""
     gains = gains_of_findings(report)
     if all(impact.share is None for impact in gains):
+        return ""
+    if any(map(is_unseen_code, ranked_findings(report))):
         return ""
     uncertain = sum(impact.gain_ns or 0 for impact in gains if impact.low_ns == 0)
     total = sum(impact.gain_ns or 0 for impact in gains)

@@ -148,7 +148,7 @@ def _with_next_steps(
 ) -> Report:
     """Return the report with time that no finding covers, and the ``command`` that profiles slow
     kernels. Both are left out if they say nothing about the step."""
-    is_start_up = not report.findings and one_off_costs(a)[0] >= MIN_LEADING_ONE_OFF_SHARE
+    is_start_up = not report.findings and one_off_costs(a).share >= MIN_LEADING_ONE_OFF_SHARE
     if not is_start_up and not part_of_step(a):
         report = replace(report, without_fix=find_time_without_fix(report, a, rules, findings))
     if is_start_up:

@@ -1,5 +1,6 @@
 """Verdict of a report: what limits the step, in one or two sentences, and the first fix."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
@@ -12,6 +13,7 @@ from advisor.advise.finding_text import (
     fixes_of_step,
     has_large_gain,
     is_large_note,
+    is_unseen_code,
     is_unsure,
     share_of_note,
 )
@@ -38,14 +40,14 @@ from advisor.advise.recording_limits import (
     schedule_of,
 )
 from advisor.advise.report_fields import MIN_APART_SHARE
-from advisor.advise.report_text import format_speedup
+from advisor.advise.report_text import PHASE_NAMES, find_slow_steps, format_speedup, name_phase
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
 from advisor.core.intervals import covered_length
 from advisor.core.report import Report
 from advisor.core.report_steps import EQUAL_STEP_SHARE
-from advisor.core.report_time import HostShare, IdleCause
+from advisor.core.report_time import HostShare, IdleCause, OperatorTime
 from advisor.core.rule import HostCheck, Rule, VerdictRole
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX
@@ -53,6 +55,7 @@ from advisor.measure.device.roofline import select_device_rows
 from advisor.measure.host.gaps import queued_idle_ns
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import hottest_in_modules
+from advisor.measure.steps.periodic import OWN_PHASES
 from advisor.measure.steps.step_differences import CAPTURE
 from advisor.replay.selection import selected_gpu
 
@@ -102,6 +105,8 @@ def write_verdict(
         text += _name_largest_operator(report, a)
     if status == "bottlenecks":
         text += _name_larger_note(report, text)
+    if (slow := _describe_slow_steps(report)) and slow not in text:
+        text += f" {slow}"
     if leak := _warn_of_memory_growth(report, roles):
         vague = bool(report.findings) and is_vague(report.findings[0])
         leak_is_last = status == "bottlenecks" and not vague
@@ -110,8 +115,10 @@ def write_verdict(
     text += _describe_all_fixes(report, status)
     if part_of_step_text := part_of_step(a):
         status, text = "limited", f"{part_of_step_text} {text} {record_whole_steps(a.trace.meta)}"
-    if between_steps := _describe_time_between_steps(report, roles):
-        status, text = "limited" if status == "healthy" else status, f"{between_steps} {text}"
+    pauses, leads = _describe_time_between_steps(report, roles)
+    if pauses:
+        status = "limited" if status == "healthy" else status
+        text = f"{pauses} {text}" if leads else f"{text} {pauses}"
     crash = t.describe_crashes(report.crashes)
     if not crash:
         return status, text
@@ -138,17 +145,24 @@ def _warn_of_memory_growth(report: Report, roles: Mapping[str, VerdictRole]) -> 
     return ""
 
 
-def _describe_time_between_steps(report: Report, roles: Mapping[str, VerdictRole]) -> str:
-    """Say how much of the run is between its steps, if that is more than the first fix gains."""
+def _describe_time_between_steps(
+    report: Report, roles: Mapping[str, VerdictRole]
+) -> tuple[str, bool]:
+    """Say how much of the run is in pauses between its steps, if that is much. Also return whether
+    it is more than the first fix gains."""
     share = None if report.recorded is None else report.recorded.outside_share
     shown = (*report.risks, *report.findings)
     if share is None or all(roles.get(finding.rule) != "time between steps" for finding in shown):
-        return ""
-    impact = report.findings[0].impact if report.findings else None
-    if impact is not None and (impact.share or 0.0) * (1 - share) >= share:
-        return ""
+        return "", False
+    first = report.findings[0] if report.findings else None
+    gain = 0.0
+    if first is not None and first.impact is not None and not is_unseen_code(first):
+        gain = (first.impact.share or 0.0) * (1 - share)
     where = "evaluation, checkpoints and similar work"
-    return f"{t.format_share(share)} of the time after the first step is between steps: {where}."
+    return (
+        f"{t.format_share(share)} of the time after the first step is in pauses between steps: "
+        f"{where}."
+    ), gain < share
 
 
 def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
@@ -218,7 +232,7 @@ def _write_main_verdict(
             left = "Its time is in kernels, not in waits."
             return "limited", f"{text}. {left}{rates}{profile}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
-    one_off_share, longest = one_off_costs(a)
+    one_off_share, longest, longest_share = one_off_costs(a)
     if one_off_share >= MIN_LEADING_ONE_OFF_SHARE:
         schedule = schedule_of(a.trace.meta, ": ", LATER_STEPS)
         action = f"Record after a few steps{schedule}."
@@ -233,9 +247,12 @@ def _write_main_verdict(
         if call and took >= MIN_IDLE_SHARE * a.span_ns:
             text = text.removesuffix(" between its first and its last work")
             text += f". CUDA's start took {t.format_duration(took)} before that"
+        most = f"led by {longest} ({t.format_share(longest_share)} of them)"
+        if longest_share > MAJORITY_SHARE:
+            most = f"mostly {longest}"
         return "limited", (
-            f"One-off costs take at least {t.format_share(one_off_share)} {of_time}, mostly "
-            f"{longest}. {action} {text}.{small}"
+            f"One-off costs take at least {t.format_share(one_off_share)} {of_time}, {most}. "
+            f"{action} {text}.{small}"
         )
     return "limited", f"{text}{_explain_idle_without_fix(report, a)}{small}"
 
@@ -334,9 +351,16 @@ def _write_host_verdict(
         unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
         if unseen:
             return "limited", f"{why} {unseen}"
-    longest_part = f"The longest part on the host is {_name_longest_on_host(report, top)}."
+    share, part = _name_longest_on_host(report, top)
+    longest_part = f"The longest part on the host is {part}."
     if has_large_gain(report):
-        return "bottlenecks", f"{why} {longest_part} {_name_first_finding(report)}."
+        first = report.findings[0]
+        own_share = 0.0 if first.impact is None else first.impact.share or 0.0
+        is_own_code = part.startswith(tuple(PHASE_NAMES.values()))
+        if is_unseen_code(first) and (share <= own_share or is_own_code):
+            longest_part = ""  # a part of the finding, under another name
+        lead = f"{_name_first_finding(report)}."
+        return "bottlenecks", " ".join(filter(None, (why, longest_part, lead)))
     small = _name_largest_gain(report)
     if on_host:
         return "limited", f"{_describe_host_steps(report, a, of_step, rules)}{small}"
@@ -354,52 +378,160 @@ def _choose_verb(report: Report) -> str:
 
 
 def _describe_host_steps(report: Report, a: Analysis, of_step: str, rules: Sequence[Rule]) -> str:
-    """Write the verdict on steps computed by the host, without a large gain: what takes the time,
-    and what was checked."""
-    top = report.host[0]
-    label = t.host_label(top.name, report.scope.framework)
-    step = of_step.split(" ", 1)[-1]
-    text = f"The program {_choose_verb(report)} on the CPU, and no finding explains its {step}."
-    slow_steps = {rule.id for rule in rules if rule.host_check == "slow steps"}
-    slow_step_risks = [risk for risk in report.risks if risk.rule in slow_steps]
-    if slow_step_risks and report.step is not None and report.step.varies:
-        text = f"The program {_choose_verb(report)} on the CPU. {slow_step_risks[0].title}."
-    computes = _is_only_computation(report)
+    """Write the verdict on steps computed by the host, without a large gain: the facts that stand
+    out, what takes the time, and what was checked."""
+    step, facts = of_step.split(" ", 1)[-1], _list_host_facts(report, a, rules)
+    parts = [f"The program {_choose_verb(report)} on the CPU.", *facts.values()]
+    computes = _is_only_computation(report) and not facts
+    other = "other " * bool(facts)
+    found = f"No {other}fix with a large gain was found in its {step}."
+    if not report.findings:
+        found = f"Nothing {'else ' * bool(facts)}to fix was found in its {step}."
+    largest = _name_largest_host_part(report, a, computes=computes)
     if computes:
-        text = (
-            f"The program {_choose_verb(report)} on the CPU. Its {step} is almost all the "
-            "model's own computation."
-        )
-    if report.scope.step_source != "record" and top.name != "unknown":
-        text += f" Most of it: {label} {t.format_share(top.share)}"
-        first = report.operators[0] if report.operators and top.name == "dispatch" else None
-        sampled = None if first is None else line_of_operator(a, first.name)
-        location = "" if sampled is None else f" ({sampled.location.file}:{sampled.location.line})"
-        mostly = "" if first is None else f", mostly {labels.clean(first.name)}{location}"
-        text += f"{mostly}."
-    if report.recorded is not None and report.recorded.phases:
+        found = f"Its {step} is almost all the model's own computation: "
+    parts += [found + largest] if computes else [found, largest]
+    if report.recorded is not None and report.recorded.phases and "loading data" not in facts:
         phases = report.recorded.phases[:2]
-        shown = t.list_names(f"{_name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
+        shown = t.list_names(f"{name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
         of_run = " of the run's steps" * (report.scope.step_source != "record")
-        text += f" Longest phases{of_run}: {shown}."
+        parts.append(f"Longest phases{of_run}: {shown}.")
     line = None if a.recorded is None else hottest_in_modules(a.recorded.stacks)
     if line is not None:
-        location_of_line = line.location
-        text += (
-            f" Of forward, {t.format_share(line.share)} is in {location_of_line.function} "
-            f"({location_of_line.file}:{location_of_line.line}), by sampled stacks."
+        place = line.location
+        parts.append(
+            f"Of forward, {t.format_share(line.share)} is in {place.function} "
+            f"({place.file}:{place.line}), by sampled stacks."
         )
     if computes:
-        padding_note = "Rules find only some kinds of needless computation, such as padding."
-        return f"{text} {padding_note}"
-    if report.recorded is not None and not report.recorded.steps:
-        return f"{text} {NO_STEP}"
-    skipped = {
-        rule for skipped_check in report.not_checked for rule in skipped_check.rule.split(", ")
+        nothing = "No fix with a large gain" if report.findings else "Nothing to fix"
+        parts.append(f"{nothing} was found, but {_NEEDED}.")
+    elif report.recorded is not None and not report.recorded.steps:
+        parts.append(NO_STEP)
+    else:
+        skipped = {rule for check in report.not_checked for rule in check.rule.split(", ")}
+        done = {rule.host_check for rule in rules if rule.id not in skipped} - set(facts)
+        checks = [check for check in get_args(HostCheck) if check and check in done]
+        parts += [f"Looked at: {', '.join(checks)}."] * bool(checks)
+    return " ".join(filter(None, parts))
+
+
+_NEEDED = "advisor cannot tell whether the model needs all this computation"
+
+
+def _list_host_facts(report: Report, a: Analysis, rules: Sequence[Rule]) -> dict[str, str]:
+    """List the facts that stand out of steps computed by the host, a sentence or two each. The keys
+    are the checks that the facts belong to, or names of their own."""
+    facts: dict[str, str] = {}
+    checks = {rule.id: rule.host_check for rule in rules}
+    roles = {rule.id: rule.verdict_role for rule in rules}
+    for risk in report.risks:
+        if roles.get(risk.rule) in ("memory growth", "time between steps"):
+            continue  # the verdict says it in any case
+        facts["slow steps" if checks.get(risk.rule) == "slow steps" else "risk"] = (
+            f"{risk.title}."
+            if checks.get(risk.rule) == "slow steps"
+            else f"First: {t.lower_first(risk.title)}."
+        )
+        break
+    slow = " ".join(filter(None, (_describe_slow_steps(report), _name_slow_phase(report, a))))
+    phase = _name_waiting_phase(report)
+    if slow:
+        facts["slow steps"] = f"{facts.get('slow steps', '')} {slow}".strip()
+        facts["slow steps"] += f" {_ON_IDLE_MACHINE}" * (not phase)
+    share = None if report.recorded is None else report.recorded.outside_share
+    if share is not None and share >= MIN_PAUSE_SHARE:
+        facts["pauses"] = (
+            f"Pauses between steps take {t.format_share(share)} of the time after the first step."
+        )
+    if phase:
+        facts["loading data" if phase.startswith("Loading") else "the loop's own code"] = phase
+    return facts
+
+
+_ON_IDLE_MACHINE = "Record again on an idle machine: slow steps that remain are the program's own."
+MIN_SLOW_SHARE = 0.25
+"""Minimum share of slow steps in the time of the run's steps at which the verdict names them."""
+MIN_PAUSE_SHARE = 0.15
+"""Minimum share of pauses in the time after the first step at which the verdict names them."""
+MIN_WAITING_SHARE = 0.25
+"""Minimum share of the run's steps in a phase that computes nothing, at which the verdict names
+it."""
+_WAITING_PHASES = ("data", "h2d", *OWN_PHASES)
+
+
+def _describe_slow_steps(report: Report) -> str:
+    """Say how many slow steps take how much of the time. Empty if they take little."""
+    slow = find_slow_steps(report)
+    if slow is None or slow.share < MIN_SLOW_SHARE:
+        return ""
+    verb = "takes" if len(slow.numbers) == 1 else "take"
+    return f"{slow.sentence_start} and {verb} {t.format_share(slow.share)} of the time."
+
+
+def _name_slow_phase(report: Report, a: Analysis) -> str:
+    """Name the phase that makes slow steps long, or say that none does. Empty if slow steps take
+    little of the time, or if the phases do not show it."""
+    slow, recorded = find_slow_steps(report), a.recorded
+    if slow is None or slow.share < MIN_SLOW_SHARE or recorded is None or recorded.host_is_ahead:
+        return ""
+    rows = np.isin([step.n for step in recorded.steps], slow.numbers)
+    excess = {
+        name: float(np.maximum(0.0, ns[rows] - np.median(ns[recorded.used])).sum())
+        for name, ns in recorded.phases.items()
     }
-    done = {rule.host_check for rule in rules if rule.id not in skipped}
-    checks = [check for check in get_args(HostCheck) if check and check in done]
-    return f"{text} Looked at: {', '.join(checks)}." if checks else text
+    name, total = max(excess, key=lambda key: excess[key], default=""), sum(excess.values())
+    if not total or excess[name] <= total / 2:
+        return "No single phase explains their extra time."
+    share = t.format_share(excess[name] / total)
+    return f"Most of their extra time is in {name_phase(name)} ({share})."
+
+
+def _name_waiting_phase(report: Report) -> str:
+    """Name the longest phase of the run's steps if it computes nothing and takes much of the time.
+    Empty otherwise."""
+    phases = () if report.recorded is None else report.recorded.phases
+    waiting = max(
+        (p for p in phases if p.name in _WAITING_PHASES), key=lambda p: p.share, default=None
+    )
+    if waiting is None or waiting.share < MIN_WAITING_SHARE:
+        return ""
+    return (
+        f"{t.upper_first(name_phase(waiting.name))} takes {t.format_share(waiting.share)} of the "
+        "run's steps. Record with advisor record --deep to see why."
+    )
+
+
+def _name_largest_host_part(report: Report, a: Analysis, *, computes: bool) -> str:
+    """Name what takes most of a step on the host, and the operator that leads it. Empty if the
+    trace does not show it. ``computes``: as the end of a sentence on the step."""
+    top, framework = report.host[0], report.scope.framework
+    if report.scope.step_source == "record" or top.name == "unknown":
+        return ""
+    label, share = t.host_label(top.name, framework), t.format_share(top.share)
+    operator = report.operators[0] if report.operators and top.name == "dispatch" else None
+    leading = "" if operator is None else f", {_name_leading_operator(a, operator)}"
+    if computes:
+        return f"{label} take {share}{leading}."
+    is_other_step = report.step is not None and report.step.window_differs
+    whole = f"a profiled {_name_unit(report)}" if is_other_step else "it"
+    part = "The largest part of"
+    if top.share > MAJORITY_SHARE:
+        part = "Nearly all of" if top.share >= NEARLY_ALL_SHARE else "Most of"
+    return f"{part} {whole} is {label} ({share}){leading}."
+
+
+MAJORITY_SHARE, NEARLY_ALL_SHARE = 0.5, 0.95
+"""Shares above which a part is called most, and from which it is called nearly all."""
+
+
+def _name_leading_operator(a: Analysis, operator: OperatorTime) -> str:
+    """Name the operator with most time: ``led by aten::mm (38% of operators' time)``."""
+    led = "mostly" if operator.share > MAJORITY_SHARE else "led by"
+    sampled = line_of_operator(a, operator.name)
+    place = "" if sampled is None else f", {sampled.location.file}:{sampled.location.line}"
+    share = t.format_share(operator.share)
+    return f"{led} {labels.clean(operator.name)} ({share} of operators' time{place})"
 
 
 MIN_OPERATORS_SHARE = 0.9
@@ -459,7 +591,10 @@ def _explain_idle_without_fix(report: Report, a: Analysis) -> str:
             t.count_noun(scope.steps_used, "step"),
         )
         advice = f"Some of the {steps} compile: the shortest takes {shortest}. {advice}"
-    return f". Most of its idle time: {') and '.join(named)}). {advice}"
+    idle_share = sum(part.share for part in report.idle)
+    are_most = sum(part.share for part in causes) > MAJORITY_SHARE * idle_share
+    most = "Most" if are_most else "The largest part"
+    return f". {most} of its idle time: {') and '.join(named)}). {advice}"
 
 
 def _explain_idle(report: Report, a: Analysis) -> str:
@@ -562,20 +697,21 @@ UNFILTERED = "Record all activities on a GPU of your own."
 UNFILTERED_WITH_STACKS = "Record stacks on a GPU of your own."
 
 
-def _name_longest_on_host(report: Report, top: HostShare) -> str:
-    """Name what the host does longest, with its share of the step. If the trace does not show it,
-    name the longest recorded phase or range, or add the second class."""
+def _name_longest_on_host(report: Report, top: HostShare) -> tuple[float, str]:
+    """Return the share of what the host does longest, and its name with its share of the step. If
+    the trace does not show it, name the longest recorded phase or range, or add the second
+    class."""
     framework, addition, of_step = report.scope.framework, "", _name_step(report)
     if report.step is not None and abs(report.step.window_excess or 0.0) >= MIN_APART_SHARE:
         of_step = f"a profiled {_name_unit(report)}"
     label, share = t.host_label(top.name, framework), top.share
     recorded = report.recorded
     if report.scope.step_source == "record":
-        label, of_step = _name_phase(top.name), _name_all_steps(report)
+        label, of_step = name_phase(top.name), _name_all_steps(report)
     elif top.name != "unknown" and not _is_phase_clearer(report):
         pass
     elif recorded is not None and recorded.phases and report.step is not None:
-        label, share = _name_phase(recorded.phases[0].name), recorded.phases[0].share
+        label, share = name_phase(recorded.phases[0].name), recorded.phases[0].share
         of_step = _name_all_steps(report)
     elif report.ranges:
         label, share = (
@@ -587,7 +723,7 @@ def _name_longest_on_host(report: Report, top: HostShare) -> str:
         addition = f" ({stacks} shows what)"
         for part in report.host[1:2]:
             addition += f"; {t.host_label(part.name, framework)} {t.format_share(part.share)}"
-    return f"{label}: {t.format_share(share)} of {of_step}{addition}"
+    return share, f"{label}: {t.format_share(share)} of {of_step}{addition}"
 
 
 def _is_phase_clearer(report: Report) -> bool:
@@ -598,16 +734,6 @@ def _is_phase_clearer(report: Report) -> bool:
         return False
     slowed = (step.window_slowdown or 0.0) >= MIN_APART_SHARE
     return slowed and recorded.phases[0].name not in ("other", "between steps")
-
-
-_PHASE_NAMES = {
-    "other": "code outside loading, forward, backward and optimizer",
-    "between steps": "code between the steps",
-}
-
-
-def _name_phase(name: str) -> str:
-    return _PHASE_NAMES.get(name, t.host_label(name))
 
 
 def _describe_exposed_time(report: Report) -> str:
@@ -812,13 +938,25 @@ def _name_first_finding(report: Report, *, part: bool = False) -> str:
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"
     if not impact.low_ns and not first.where:
-        deep_hint = "; advisor record --deep shows its lines" * ("--deep" in first.summary)
-        share = "" if impact.share is None else f" ({t.format_share(impact.share)})"
-        return f"{opening}: {title}, at most {saving.removeprefix('up to ')}{share}{deep_hint}"
+        limit = saving.removeprefix("up to ")
+        limit += "" if impact.share is None else f" ({t.format_share(impact.share)})"
+        if first.code.startswith(RECORD_DEEP):
+            code = _TAKES_MUCH.sub("", first.title)
+            return (
+                f"{code} takes {limit} of {_name_step(report)}. Its lines are not recorded: run "
+                f"{first.code}"
+            )
+        hint = f"; {RECORD_DEEP} shows the lines" if RECORD_DEEP in first.summary else ""
+        return f"{opening}: {title}, at most {limit}{hint}"
     # the finding itself says what this depends on
     is_uncertain = part or is_unsure(first) or (about and impact.low_ns == 0)
     saves = "may save" if is_uncertain else "saves"
     return f"{opening}: {title}. A fix {saves} {about}{saving}{_format_share_and_range(first)}"
+
+
+RECORD_DEEP = "advisor record --deep"
+"""Command that records the lines of Python code."""
+_TAKES_MUCH = re.compile(r" takes much of the step$")
 
 
 def _format_share_and_range(finding: Finding) -> str:

@@ -88,6 +88,8 @@ class TextField:
     """Number of parts that a terminal keeps to fit a screen, or ``None`` for all."""
     is_note: bool = False
     """Whether the field is a note on a gain, which a terminal keeps if anything fits."""
+    quoted: bool = False
+    """Whether the field holds a figure of the headline. A terminal always shows it then."""
 
 
 @dataclass(frozen=True)

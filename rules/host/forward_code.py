@@ -108,7 +108,7 @@ class ForwardCode(Rule):
             summary=(
                 f"Inside forward no operator runs for {of_step(a, ns)}. "
                 + (
-                    f"Most sampled stacks of that time are in {where}."
+                    f"The place with most samples of that time is {where}."
                     if where
                     else "advisor record --deep shows its lines."
                 )

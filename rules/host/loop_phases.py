@@ -45,7 +45,7 @@ from advisor.rules.support.loop_operators import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-_LOCATE = "Find this code first: advisor record --deep shows its lines."
+_RECORD_DEEP = "advisor record --deep"
 _SORT_OPS = r"^aten::(?:arg|m)?sort$"
 _SORT_TEXTS: Mapping[str, Any] = {
     "assumptions": ("only the largest or smallest values are used",),
@@ -103,15 +103,15 @@ class LoopPhases(LoopRule):
 
     id = "loop-phases"
     subject = HOST_CODE
-    title = "Code between the training phases takes much of the step"
+    title = "Code outside the training phases takes much of the step"
     inference: ClassVar[Mapping[str, Any]] = {
         **LoopRule.inference,
         "title": "Code outside the model takes much of the step",
         "cases": {
             **LoopRule.inference["cases"],
             "unknown": {
-                "fix": f"{_LOCATE} {LoopRule.inference['fix']}",
-                "code": "advisor record --deep serve.py",
+                "fix": f"Once its lines are known, {t.lower_first(LoopRule.inference['fix'])}",
+                "code": f"{_RECORD_DEEP} serve.py",
             },
         },
     }
@@ -119,8 +119,9 @@ class LoopPhases(LoopRule):
         **LoopRule.cases,
         "the loss": {
             "title": "Operators outside the model, such as the loss, take much of the step",
-            "fix": "Use PyTorch's own functions. cross_entropy takes logits and class numbers, in "
-            "place of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
+            "fix": "If a loss is written by hand, use one function of PyTorch, such as "
+            "cross_entropy or torch.cdist. cross_entropy takes logits and class numbers, in place "
+            "of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
             "in place of sigmoid and logarithm. torch.cdist computes distances of all pairs "
             "without a tensor of their differences. Use torch.compile to fuse code without such a "
             "function.",
@@ -150,7 +151,10 @@ class LoopPhases(LoopRule):
             "assumptions": ("part of its result is not used, or is known from an earlier step",),
             "falsified_by": "a result that is used as a whole, and differs in each step",
         },
-        "unknown": {"fix": f"{_LOCATE} {LoopRule.fix}", "code": "advisor record --deep train.py"},
+        "unknown": {
+            "fix": f"Once its lines are known, {t.lower_first(LoopRule.fix)}",
+            "code": f"{_RECORD_DEEP} train.py",
+        },
         "Python": {
             "title": "A loop in Python outside the model takes much of the step",
             "fix": "Replace the loop over elements with operators on whole NumPy arrays or "
@@ -274,14 +278,7 @@ class LoopPhases(LoopRule):
         code = _OwnCode(ns, by_hand, of_window, rows, replaceable_ops, line, case, largest)
         gain, place, texts, sentence = self._choose_fix(a, code)
         yield Finding(
-            summary=(
-                f"The loop's own code takes {t.format_duration(ns)} of the "
-                f"{'mean' if recorded.varies else 'median'} step "
-                f"({ns / step:.0%}), outside loading, forward, backward and optimizer. "
-                + "The backward pass goes through much of it. " * is_loss
-                + (sentence or _describe_line(line))
-                + name_operators(largest, operator_ns)
-            ),
+            summary=_summarize(code, step, operator_ns, texts, sentence, varies=recorded.varies),
             evidence=self._list_evidence(
                 recorded, spent, line, ns, step, operators if many else None
             ),
@@ -372,7 +369,7 @@ class LoopPhases(LoopRule):
         yield Finding(
             summary=(
                 f"Products and losses outside the model's call take {share:.0%} of the step, "
-                f"without their backward pass. Most of it is {fixed.name(a)}"
+                f"without their backward pass. The largest is {fixed.name(a)}"
                 + ("." if place is None else f", at {place.function} ({place.file}:{place.line}).")
             ),
             evidence=[
@@ -463,6 +460,40 @@ def _wait_time(a: Analysis, step: float) -> float:
     of_loop = stacks.climb_stack(stacks.parent_rows(a.trace), trains, row_numbers(table["op"])) < 0
     waits = table.filter(pl.Series(of_loop))["exposed"].to_numpy().sum()
     return float(waits) / a.step_count * step / a.step_ns
+
+
+def _summarize(
+    code: _OwnCode,
+    step: float,
+    operator_ns: float,
+    texts: Mapping[str, Any],
+    sentence: str,
+    *,
+    varies: bool,
+) -> str:
+    """Say how much of a ``step`` the loop's own code takes, and what takes it. ``sentence``: on the
+    library function that takes most of it; ``texts``: those of the fix."""
+    is_loss = code.case == "the loss"
+    leading = _name_leading(code.largest, operator_ns) if is_loss else ""
+    parts = [
+        "Code outside loading, forward, backward and optimizer takes "
+        f"{t.format_duration(code.ns)} of the {'mean' if varies else 'median'} step "
+        f"({code.ns / step:.0%}){leading}.",
+        "The backward pass goes through much of it." * is_loss,
+    ]
+    if _RECORD_DEEP not in str(texts.get("code", "")):  # there, the code shows the lines
+        parts.append(sentence or _describe_line(code.line))
+    parts.append(name_operators(code.largest, operator_ns).strip() * (not is_loss))
+    return " ".join(filter(None, parts))
+
+
+def _name_leading(largest: Mapping[str, float], total: float) -> str:
+    """Name the largest operators: ``, led by aten::neg (38% of its operators' time)``. Empty if
+    there are none."""
+    shares = (f"{labels.clean(name)} ({ns / total:.0%}" for name, ns in largest.items())
+    first, *others = [*shares][:2] or [""]
+    names = t.list_names([f"{first} of its operators' time)", *(f"{name})" for name in others)])
+    return f", led by {names}" if first else ""
 
 
 def _describe_line(line: HottestLine | None) -> str:

@@ -241,8 +241,8 @@ class StepJitter(Rule):
     )
 
     fix = (
-        "Find what the longer phase does in the long steps. Another program on the machine "
-        "lengthens all phases."
+        "Record again on an idle machine, as another program lengthens all phases. If one phase "
+        "alone is longer again, advisor record --deep samples its Python code."
     )
     cases = {
         "compiling": COMPILING,

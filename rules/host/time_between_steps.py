@@ -25,7 +25,7 @@ class TimeBetweenSteps(Rule):
     making the model) does not count."""
 
     id = "time-between-steps"
-    title = "Much of the run is spent between the training steps"
+    title = "Much of the run is spent in pauses between the training steps"
     verdict_role = "time between steps"
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)

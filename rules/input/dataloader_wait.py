@@ -556,7 +556,10 @@ class SamplerTime(Rule):
             return
         if not is_recurring(waits, self.min_share * a.step_ns):
             return
-        place_text = "" if line is None else f" Most of it is in {line.location.function}."
+        place_text = ""
+        if line is not None:
+            part = "Most" if line.share > 0.5 else f"The largest part ({line.share:.0%})"
+            place_text = f" {part} of it is in {line.location.function}."
         yield Finding(
             summary=(
                 "The sampler makes the indices of each batch in the loop's own process, in "

@@ -42,7 +42,7 @@ def test_sort_in_the_loss_gains_its_own_time() -> None:
     assert isinstance(example, TraceBuilder)
     (finding,) = (f for f in LoopPhases().check(example.analysis()) if isinstance(f, Finding))
     assert "torch.topk" in str(finding.code)
-    assert "sort takes 33%" in finding.summary
+    assert "aten::sort (33%)" in finding.summary
     sorts = 3e6 / 13e6 * 10e6
     assert finding.impact is not None
     assert finding.impact.gain_ns == pytest.approx(0.9 * sorts, rel=0.05)

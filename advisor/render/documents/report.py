@@ -47,7 +47,7 @@ _SHORT_FIGURES: Final = ("GPU", "ops", "ranges", "idle", "path", "no fix")
 """Figures next to the bar that are shown if space is short."""
 _SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 1, "idle": 5, "ranges": 4, "ops": 4}
 """Levels at which a terminal starts to leave lines out to fit a screen."""
-_MIN_PARTS: Final = {"trace": 4, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2}
+_MIN_PARTS: Final = {"trace": 4, "host": 2, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2}
 """Minimum number of parts of a line then, or one less on the fullest page."""
 
 
@@ -72,7 +72,11 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
             FieldList(
                 [
                     TextField(
-                        label, parts, spare=_SPARE.get(label, 0), min_parts=_MIN_PARTS.get(label)
+                        label,
+                        parts,
+                        spare=_SPARE.get(label, 0),
+                        min_parts=_count_kept(label, parts),
+                        quoted=label == "host" and report_text.quotes_phase(report),
                     )
                     for label, parts in report_text.describe_scope(report)
                 ],
@@ -97,6 +101,13 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
 # -- where the time goes ------------------------------------------------------------------------
 
 
+def _count_kept(label: str, parts: Sequence[str]) -> int | None:
+    """Return the number of parts of a line to keep, as in ``TextField.min_parts``. The fullest page
+    leaves out a run's samples per second."""
+    has_rate = label == "run" and parts[-1].endswith(report_text.SAMPLE_RATE)
+    return len(parts) if has_rate else _MIN_PARTS.get(label)
+
+
 def _build_tiles(report: Report) -> Iterator[Block]:
     """Build the figures of merit, for a page."""
     if report.scope.has_no_step_time:
@@ -115,6 +126,7 @@ def _build_time(report: Report, options: RenderOptions) -> Iterator[Block]:
             detail=label not in _SHORT_FIGURES,
             spare=_SPARE.get(label, 0),
             min_parts=_MIN_PARTS.get(label),
+            quoted=label == "ops" and report_text.quotes_operator(report),
         )
         for label, parts in report_text.headline_numbers(report)
     ]
@@ -205,6 +217,8 @@ def _build_card(
     optional = (
         () if finding_text.may_gain_little(finding) else finding_text.range_reasons(finding, report)
     )
+    impact = finding.impact
+    is_quoted = impact is not None and bool(impact.reason) and impact.reason in report.verdict
     fields = [
         *(
             TextField(
@@ -217,10 +231,12 @@ def _build_card(
             for number, note in enumerate(notes)
         ),
         *_list_places(report, finding, width),
-        TextField("why", [finding.summary], prose=True),
+        TextField("why", [finding.summary], prose=True, quoted=is_quoted),
         TextField("fix", [finding.fix], "strong", prose=True, spare=0 if fix else 2),
     ]
-    code: list[Block] = [Code(finding.code)] if finding.code else []
+    # a command that the verdict gives is not repeated
+    has_code = bool(finding.code) and finding.code not in report.verdict
+    code: list[Block] = [Code(finding.code)] if has_code else []
     share = t.format_share(finding.confidence)
     unsure = finding_text.is_unsure(finding)
     sure = finding_text.POSSIBLE.format(share) if unsure else f"confidence in the cause {share}"

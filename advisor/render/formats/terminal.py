@@ -167,7 +167,11 @@ class _Screen:
                     _draw_row(self.page, block)
                     for part in map(self._drop_spare, block.blocks):
                         if isinstance(part, d.FieldList):
-                            rows = [row for row in part.rows if row.label in ("where", "fix")]
+                            rows = [
+                                row
+                                for row in part.rows
+                                if row.label in ("where", "fix") or row.quoted
+                            ]
                             self.fields(d.FieldList(rows), indent=4)
                 case d.FieldList() if not any(
                     row.parts and (self.details or not row.detail) for row in block.rows
@@ -209,7 +213,8 @@ class _Screen:
                 kept = [
                     row
                     for row in block.rows
-                    if not 0 < row.spare <= self.level
+                    if row.quoted
+                    or not 0 < row.spare <= self.level
                     or (self.notes and row.is_note and row.spare >= TIGHT_LEVEL)
                 ]
                 fields = [replace(row, parts=self._keep_parts(row)) for row in kept]

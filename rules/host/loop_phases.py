@@ -120,8 +120,8 @@ class LoopPhases(LoopRule):
         "the loss": {
             "title": "Operators outside the model, such as the loss, take much of the step",
             "fix": "If a loss is written by hand, use one function of PyTorch, such as "
-            "cross_entropy or torch.cdist. cross_entropy takes logits and class numbers, in place "
-            "of softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
+            "cross_entropy or torch.cdist. The first takes logits and class numbers, in place of "
+            "softmax, logarithm and one-hot vectors. Use binary_cross_entropy_with_logits "
             "in place of sigmoid and logarithm. torch.cdist computes distances of all pairs "
             "without a tensor of their differences. Use torch.compile to fuse code without such a "
             "function.",
@@ -152,7 +152,9 @@ class LoopPhases(LoopRule):
             "falsified_by": "a result that is used as a whole, and differs in each step",
         },
         "unknown": {
-            "fix": f"Once its lines are known, {t.lower_first(LoopRule.fix)}",
+            "fix": "Once its lines are known, run this code every N steps, compute its result once, "
+            "or prepare it in a DataLoader worker. Where it waits (a sleep, a server, a lock), wait "
+            "in another thread.",
             "code": f"{_RECORD_DEEP} train.py",
         },
         "Python": {

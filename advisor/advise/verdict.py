@@ -423,16 +423,17 @@ def _list_host_facts(report: Report, a: Analysis, rules: Sequence[Rule]) -> dict
     """List the facts that stand out of steps computed by the host, a sentence or two each. The keys
     are the checks that the facts belong to, or names of their own."""
     facts: dict[str, str] = {}
-    checks = {rule.id: rule.host_check for rule in rules}
-    roles = {rule.id: rule.verdict_role for rule in rules}
+    by_id = {rule.id: rule for rule in rules}
+    said = {"memory growth", "time between steps"}  # by the verdict in any case
+    roles = {by_id[each.rule].verdict_role for each in report.risks if each.rule in by_id} & said
     for risk in report.risks:
-        if roles.get(risk.rule) in ("memory growth", "time between steps"):
-            continue  # the verdict says it in any case
-        facts["slow steps" if checks.get(risk.rule) == "slow steps" else "risk"] = (
-            f"{risk.title}."
-            if checks.get(risk.rule) == "slow steps"
-            else f"First: {t.lower_first(risk.title)}."
-        )
+        rule = by_id.get(risk.rule)
+        if rule is not None and rule.verdict_role in said:
+            continue
+        if rule is not None and rule.host_check == "slow steps":
+            facts["slow steps"] = f"{risk.title}."
+        else:
+            facts["risk"] = f"First: {_lower_title(risk.title)}."
         break
     slow = " ".join(filter(None, (_describe_slow_steps(report), _name_slow_phase(report, a))))
     phase = _name_waiting_phase(report)
@@ -440,7 +441,7 @@ def _list_host_facts(report: Report, a: Analysis, rules: Sequence[Rule]) -> dict
         facts["slow steps"] = f"{facts.get('slow steps', '')} {slow}".strip()
         facts["slow steps"] += f" {_ON_IDLE_MACHINE}" * (not phase)
     share = None if report.recorded is None else report.recorded.outside_share
-    if share is not None and share >= MIN_PAUSE_SHARE:
+    if share is not None and share >= MIN_PAUSE_SHARE and "time between steps" not in roles:
         facts["pauses"] = (
             f"Pauses between steps take {t.format_share(share)} of the time after the first step."
         )
@@ -457,7 +458,7 @@ MIN_PAUSE_SHARE = 0.15
 MIN_WAITING_SHARE = 0.25
 """Minimum share of the run's steps in a phase that computes nothing, at which the verdict names
 it."""
-_WAITING_PHASES = ("data", "h2d", *OWN_PHASES)
+_WAITING_PHASES = ("data", *OWN_PHASES)
 
 
 def _describe_slow_steps(report: Report) -> str:
@@ -496,9 +497,10 @@ def _name_waiting_phase(report: Report) -> str:
     )
     if waiting is None or waiting.share < MIN_WAITING_SHARE:
         return ""
+    has_stacks = any(each.with_stack for each in report.inputs)
     return (
         f"{t.upper_first(name_phase(waiting.name))} takes {t.format_share(waiting.share)} of the "
-        "run's steps. Record with advisor record --deep to see why."
+        "run's steps." + f" Record with {RECORD_DEEP} to see why." * (not has_stacks)
     )
 
 
@@ -920,6 +922,13 @@ def _name_slow_family(report: Report) -> str:
     return ""
 
 
+def _lower_title(title: str) -> str:
+    """Return a title for use within a sentence. Names keep their capital: ``NCCL …``, ``DataLoader
+    …``."""
+    word = title.split(" ", 1)[0]
+    return title if word[1:] != word[1:].lower() else t.lower_first(title)
+
+
 def _name_first_finding(report: Report, *, part: bool = False) -> str:
     """Name the first finding and its gain, with the range if that is wide. ``part``: only a part of
     a step is recorded, which says little about the whole step."""
@@ -928,9 +937,7 @@ def _name_first_finding(report: Report, *, part: bool = False) -> str:
     if is_unsure(first):
         opening += f", {POSSIBLE.format(t.format_share(first.confidence))}"
     impact = first.impact
-    word = first.title.split(" ", 1)[0]
-    is_name = word[1:] != word[1:].lower()  # "NCCL …", "DataLoader …", not "The …"
-    title = first.title if is_name else t.lower_first(first.title)
+    title = _lower_title(first.title)
     if impact is None or impact.gain_ns is None:
         unknown = ". It slows each step, but by how much is not recorded"
         return f"{opening}: {title}{unknown if first.known_cost else ''}"

@@ -152,9 +152,9 @@ class LoopPhases(LoopRule):
             "falsified_by": "a result that is used as a whole, and differs in each step",
         },
         "unknown": {
-            "fix": "Once its lines are known, run this code every N steps, compute its result once, "
-            "or prepare it in a DataLoader worker. Where it waits (a sleep, a server, a lock), wait "
-            "in another thread.",
+            "fix": "Once its lines are known, run this code every N steps, compute its result "
+            "once, or prepare it in a DataLoader worker. Where it waits (a sleep, a server, a "
+            "lock), wait in another thread.",
             "code": f"{_RECORD_DEEP} train.py",
         },
         "Python": {

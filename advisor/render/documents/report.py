@@ -184,7 +184,8 @@ def _build_findings(report: Report, width: int) -> Iterator[Block]:
     ranked = finding_text.ranked_findings(report)
     if ranked:
         outlook = report_text.describe_all_fixes(report)
-        lead: list[Block] = [Paragraph(outlook, "soft")] if outlook else []
+        spare = 5 if report_text.format_speedup(report) in report.verdict else 0
+        lead: list[Block] = [Paragraph(outlook, "soft", spare=spare)] if outlook else []
         shared = finding_text.shared_caveats(ranked)
         if shared:
             caveats = TextField("caveats", [f"of several fixes: {'; '.join(shared)}"], detail=True)

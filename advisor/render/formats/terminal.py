@@ -186,7 +186,8 @@ class _Screen:
                         self.page.flow("fix", [_fix_clause(block)], style="bold")
                 case d.Card():
                     self.full -= block.fix
-                    if index or block.number:
+                    is_below_title = previous is None and self.level >= TIGHT_LEVEL
+                    if (index or block.number) and not is_below_title:
                         self.page.blank_line()
                     self.card(block)
                 case d.Section():

@@ -705,7 +705,7 @@ def format_speedup(report: Report) -> str:
     total = sum(impact.gain_ns or 0 for impact in gains)
     may_be_less = uncertain > 0 and uncertain >= MIN_UNCERTAIN_SHARE * total
     bound = "up to " * (any(map(t.is_upper_bound, gains)) or may_be_less)
-    return f"{bound}{f'{ratio:.1f}' if ratio >= 2 else f'{ratio:.2f}'}× faster"
+    return f"{bound}{t.format_speedup(ratio)}"
 
 
 def describe_all_fixes(report: Report) -> str:
@@ -749,7 +749,7 @@ def describe_chosen_fixes(fix_sequence: FixSequence) -> str:
     step, left = fix_sequence.measured.left_ns, fix_sequence.fixes[-1].left_ns
     if left >= step:
         return f"Without a fix: {t.format_duration(step)}."
-    speedup = f"{step / left:.2f}× faster" if left else ""
+    speedup = t.format_speedup(step / left) if left else ""
     after = f"{t.format_duration(step)} → {fix_sequence.bound_prefix}{t.format_duration(left)}"
     return f"With the ticked fixes: {after} ({speedup})."
 

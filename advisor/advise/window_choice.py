@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.errors import AdvisorError
+from advisor.core.ranks import format_ranks
 from advisor.core.run_directory import RankRecord, order_windows
 from advisor.core.trace import Run, Trace, blank_trace
 from advisor.measure import Analysis
@@ -58,8 +59,8 @@ def _choose_window_numbers(run: Run, window: int | None) -> dict[int, int]:
 def _make_window_error(run: Run, window: int, rank: int) -> AdvisorError:
     present = sorted(w for r, w in (*run.traces, *run.unread) if r == rank)
     return AdvisorError(
-        f"{run.path or 'run'}: no window {window} of rank {rank} "
-        f"(windows present: {present[0]} to {present[-1]})"
+        f"{run.path or 'run'}: no window {window}{f' of rank {rank}' * (rank >= 0)} "
+        f"(windows present: {format_ranks(present)})"
     )
 
 

@@ -190,6 +190,9 @@ def _describe_usage_error(error: Exception) -> str:
         return (
             f"no {name} is given: {command} {_describe_arguments(context)} (see '{command} --help')"
         )
+    if message.startswith("Missing option") and parameter is not None:
+        option = f"{parameter.opts[0]} {parameter.metavar or ''}".rstrip()
+        return f"no {parameter.opts[0]} is given: add {option} (see '{command} --help')"
     if "(Possible options" in message:  # for --details and --no-details, only the first
         suggestions = [n for n in names if n.replace("--no-", "--") not in {*names} - {n}]
         message = f"{message.partition(' (')[0]}. Did you mean {' or '.join(suggestions)}?"
@@ -269,10 +272,14 @@ _PAID: Final = {"--gpus": "--paid-gpus"}
 _NODES: Final = {"--network": "--node-bandwidth"}
 _MESH: Final = {"--from-mesh": "--recorded-mesh"}
 _SNAPSHOT: Final = {"--memory": "--memory-snapshot"}
+_JSON: Final = {"--json": "--format=json"}
 FORMER_NAMES: Final[dict[str, dict[str, str]]] = {
-    **{name: {**_RECORDED, **_PAID} for name in ("report", "gate")},
+    "report": {**_RECORDED, **_PAID},
+    "gate": {**_RECORDED, **_PAID, "--fail-if-slower": "--max-slower"},
     "dashboard": {**_RECORDED, **_PAID, **_SNAPSHOT},
-    "compare": _PAID,
+    "compare": {**_PAID, "--max-slower": "--fail-if-slower"},
+    "lint": _JSON,
+    "monitor": _JSON,
     "whatif": {**_RECORDED, **_NODES, **_MESH},
     "analyze": {
         **_RECORDED,
@@ -290,7 +297,8 @@ FORMER_NAMES: Final[dict[str, dict[str, str]]] = {
         "--batch-now": "--recorded-batch-size",
     },
 }
-"""Options by subcommand that had another name in an earlier version, with their current name."""
+"""Options by subcommand that had another name in an earlier version, or have another one in another
+subcommand, with the name that is documented here."""
 OTHER_HEADING: Final = "Other"
 _MINIMUM_NOTE = re.compile(r"  \[x>=[\d.]+\]$|; x>=[\d.]+(?=\]$)")
 """Pattern of typer's note on a number with only a minimum (``x>=0``), removed from the help."""

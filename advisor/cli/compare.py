@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from advisor.compare import Comparison
 
 
-@o.with_options("rank", "window", "steps", "price", "prices", "paid_gpus")
+@o.with_options(
+    "rank", "window", "steps", "max_size", "price", "prices", "paid_gpus", "recorded_gpu"
+)
 def command(
     before: Annotated[
         str,
@@ -132,10 +134,10 @@ def _apply_bound(comparison: Comparison, bound: float) -> None:
     if steps.difference_ns is None:
         raise AdvisorError(f"--fail-if-slower: step times are not compared: {steps.reason}")
     decision = decide(comparison, Bounds(slower=bound))
-    answer = "" if decision.failed else f"{HEADLINES[decision.answer].lower()}: "
+    answer = "slower" if decision.failed else HEADLINES[decision.answer].lower()
     level = f"{steps.level:.0%} confidence"
     code = f"exit code {int(decision.failed)}"
-    print(f"{answer}{decision.reasons[0]} ({level}); {code}", file=sys.stderr)
+    print(f"{answer}: {decision.reasons[0]} ({level}); {code}", file=sys.stderr)
     if decision.failed:
         raise typer.Exit(1)
 

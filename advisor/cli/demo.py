@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -49,13 +50,14 @@ def command(
         str, typer.Option("--format", metavar="FORMAT", help=out.format_names(REPORTS))
     ] = "terminal",
     brief: o.Brief = False,
+    details: Annotated[bool, o.details_option(o.ALL_DETAILS)] = False,
     top: Top = None,
 ) -> None:
     """Analyze a real recording of a slow training run, and compare the advice with the fix."""
     if not record:
         if folder is not None or device is not None:
             raise AdvisorError("--folder and --device need --record")
-        _show_recording(format_name, brief, top)
+        _show_recording(format_name, brief=brief, details=details, top=top)
         return
     if find_spec("torch") is None:
         raise AdvisorError(
@@ -65,10 +67,10 @@ def command(
         if folder is None:
             folder = stack.enter_context(scratch_folder())
         trace = _record_trace(folder, device, steps)
-        _analyse(trace, format_name, brief, top)
+        _analyse(trace, format_name, brief=brief, details=details, top=top)
 
 
-def _show_recording(format_name: str, brief: bool, top: int | None) -> None:
+def _show_recording(format_name: str, **shown_parts: Any) -> None:
     """Analyse the recording from before the fix. On a terminal, also show what the fix saved."""
     from advisor.advise.engine import Options, examine
     from advisor.cli.output import Progress
@@ -82,12 +84,11 @@ def _show_recording(format_name: str, brief: bool, top: int | None) -> None:
         is_terminal = format_name == "terminal"
         after = examine([str(paths[1])], Options()) if is_terminal else None
     if after is None:
-        deliver(
-            before.report, REPORTS.renderer(format_name), analysis=before.main, brief=brief, top=top
-        )
+        deliver(before.report, REPORTS.renderer(format_name), analysis=before.main, **shown_parts)
         return
-    out.show(f"{SOURCE}:\n$ advisor analyze {paths[0].name}\n\n")
-    deliver(before.report, REPORTS.renderer(format_name), brief=brief, top=top)
+    shown_path = min(str(paths[0]), os.path.relpath(paths[0]), key=len)
+    out.show(f"{SOURCE}:\n$ advisor analyze {shlex.quote(shown_path)}\n\n")
+    deliver(before.report, REPORTS.renderer(format_name), **shown_parts)
     predicted = before.report.findings[0].impact
     out.show(
         _describe_outcome(predicted, compare_examined(before, after), after.main.steps.host_ns)
@@ -143,11 +144,11 @@ def _choose_device(device: str | None) -> str:
     return device or best
 
 
-def _analyse(trace: Path, format_name: str, brief: bool, top: int | None) -> None:
+def _analyse(trace: Path, format_name: str, **shown_parts: Any) -> None:
     from advisor.advise.engine import Options
 
     report = examine_paths([str(trace)], Options(), True).report
     if format_name == "terminal":
         out.show(f"$ advisor analyze {trace}\n\n")
-    deliver(report, REPORTS.renderer(format_name), brief=brief, top=top)
+    deliver(report, REPORTS.renderer(format_name), **shown_parts)
     sys.stdout.flush()

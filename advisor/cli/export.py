@@ -14,6 +14,8 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import urls
 
+SUFFIXES = (".json", ".gz", ".zst")
+
 
 @o.with_options("rank", "window", "steps", "max_size")
 def command(
@@ -48,6 +50,8 @@ def command(
         raise AdvisorError(
             f"{urls.redact_url(path)}: export reads a trace twice; download it first"
         )
+    if perfetto.suffix not in SUFFIXES and not perfetto.exists():
+        raise AdvisorError(f"--output {perfetto}: give a name that ends in {', '.join(SUFFIXES)}")
     out.check_output(perfetto, [path])
 
     from advisor.export import build_tracks, write_trace

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.measure.memory.peak_memory import PeakMemory
 
 
-@o.with_options("rank", "steps", "memory_snapshot")
+@o.with_options("rank", "steps", "memory_snapshot", "max_size")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace or run of the program, or its snapshot.")

@@ -46,7 +46,9 @@ Strict = Annotated[
 ]
 
 
-@o.with_options("rank", "window", "steps", "price", "prices", "paid_gpus", "recorded_gpu")
+@o.with_options(
+    "rank", "window", "steps", "max_size", "price", "prices", "paid_gpus", "recorded_gpu"
+)
 def command(
     paths: Paths = None,
     save: Save = None,
@@ -80,9 +82,14 @@ def command(
         out.check_output(save, paths)
         baseline = build_baseline([_analyse_run(path, options, progress) for path in paths], paths)
         out.write(baseline.to_json().decode(), save, paths)
-        count = sum(len(steps.durations_ns) for steps in baseline.step_durations)
+        sources = [steps.source for steps in baseline.step_durations]
+        source = "recorder" if "recorder" in sources else sources[0]
+        kind = "unprofiled" if source == "recorder" else "profiled"
+        count = sum(
+            len(steps.durations_ns) for steps in baseline.step_durations if steps.source == source
+        )
         print(
-            f"saved {save}: {count_noun(count, 'step')} of {count_noun(len(paths), 'run')}",
+            f"saved {save}: {count_noun(count, f'{kind} step')} of {count_noun(len(paths), 'run')}",
             file=sys.stderr,
         )
         return

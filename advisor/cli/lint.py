@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,7 +19,10 @@ def command(
     paths: Annotated[
         list[str], typer.Argument(metavar="PATH", help="Python files, or folders of them.")
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    format_name: Annotated[
+        Literal["terminal", "json"],
+        typer.Option("--format", metavar="FORMAT", help="terminal, or json: one JSON object."),
+    ] = "terminal",
     fail: Annotated[bool, typer.Option("--fail", help="Exit with 1 when there is a hint.")] = False,
 ) -> None:
     """Check the source of a training program for common causes of slow steps.
@@ -29,7 +32,7 @@ def command(
     from advisor.lint import lint_paths
 
     hints, problems = lint_paths(paths)
-    if as_json:
+    if format_name == "json":
         out.show_json({"schema": SCHEMA, "hints": hints, "problems": problems})
     else:
         out.show(_format_hints(hints, problems))

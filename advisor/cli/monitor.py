@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -25,9 +25,12 @@ SLOW_EVERY_S = 7.0
 
 def command(
     once: Annotated[bool, typer.Option("--once", help="Show one sample and exit.")] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON per sample.")
-    ] = False,
+    format_name: Annotated[
+        Literal["terminal", "json"],
+        typer.Option(
+            "--format", metavar="FORMAT", help="terminal, or json: one line of JSON per sample."
+        ),
+    ] = "terminal",
     prometheus: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write each sample for Prometheus' textfile collector."),
@@ -41,6 +44,7 @@ def command(
 
     if prometheus is not None:
         out.check_output(prometheus, [])
+    as_json = format_name == "json"
     live = sys.stdout.isatty() and not as_json and not once
     once = once or (not live and not as_json and prometheus is None)
     with SampleSource(every=True) as source:

@@ -70,9 +70,10 @@ def deliver(
     from advisor.render.document import RenderOptions
 
     if output is not None:
+        verb = "replaced" if output.exists() and not _is_special(output) else "wrote"
         write(renderer.render(subject, RenderOptions(width=PIPED_WIDTH, **options)), output, inputs)
         if sys.stderr.isatty():
-            print(f"wrote {output}", file=sys.stderr)
+            print(f"{verb} {output}", file=sys.stderr)
         return
     width, colour = find_report_width(sys.stdout), can_use_color(sys.stdout)
     show(renderer.render(subject, RenderOptions(width=width, colour=colour, **options)))

@@ -26,7 +26,7 @@ MAX_NAMED = 4
 """Maximum number of GPUs for which the median rank's step is listed."""
 
 
-@o.with_options("node_size", "node_bandwidth", "rank", "steps", "recorded_gpu")
+@o.with_options("node_size", "node_bandwidth", "rank", "steps", "max_size", "recorded_gpu")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")

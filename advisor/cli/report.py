@@ -44,7 +44,7 @@ def command(
     options: o.Options,
     progress: o.Progress = True,
 ) -> None:
-    """Write a report: one HTML file, Markdown, SARIF for code scanning, GitHub annotations."""
+    """Show a report, or write it: one HTML file, Markdown, SARIF, GitHub annotations."""
     renderer = out.choose_renderer(REPORTS, format_name, output)
     for target in (html, output):
         if target is not None:

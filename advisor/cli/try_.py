@@ -76,8 +76,8 @@ def command(
     from advisor.tune.pipeline import TrialRequest, command_of, try_program
 
     limits = _make_limits(parse_time(budget), steps, warmup)
-    if warning := launch.warn_misplaced(program, OPTIONS):
-        print(f"advisor: {warning}", file=sys.stderr)
+    if "--" not in sys.argv and (warning := launch.warn_misplaced(program, OPTIONS)):
+        raise AdvisorError(f"{warning}, or -- before the program if it has this option")
     for name in only or []:
         find_knob(name.partition("=")[0])
     if output is not None:
@@ -100,7 +100,7 @@ def command(
     with Progress(progress) as shown:
         report, run = try_program(words, recorded, request, shown.show)
     deliver(renderer, report, output, details=True)
-    print(f"advisor: to see {run}: advisor dashboard {run}", file=sys.stderr)
+    print(f"wrote {run}; advisor dashboard {run} shows it", file=sys.stderr)
     if report.interrupted:
         raise typer.Exit(130)
 

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from advisor.render.document import Document
     from advisor.replay.result import WhatIfResult
 
-EDITS_HELP = "As --edit. Without any, the error lists the edits of the trace's findings, to paste."
+EDITS_HELP = (
+    "VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], for example 'scale kernel:softmax "
+    "0.2' or 'remove sync:item'; several are made at once. Without any, the edits of the trace's "
+    "findings are listed, to paste."
+)
 EXAMPLE_EDIT, MAX_EDITS_LENGTH = "'remove sync'", 400
 """Example of an edit, and maximum length of a finding's edits in the list, characters."""
 MAX_TARGETS = 6
@@ -34,9 +38,9 @@ EditLines = Annotated[
     typer.Option(
         "--edit",
         "-e",
+        hidden=True,
         metavar="EDIT",
-        help="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], for example "
-        "'scale kernel:softmax 0.2' or 'remove sync:item'; repeatable, edits add up.",
+        help="As EDIT; repeatable.",
     ),
 ]
 Precision = Annotated[
@@ -56,7 +60,7 @@ Mesh = Annotated[
 ]
 
 
-@o.with_options("node_size", "node_bandwidth", "rank", "steps", "recorded_gpu")
+@o.with_options("node_size", "node_bandwidth", "rank", "steps", "max_size", "recorded_gpu")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -116,7 +120,7 @@ def command(
 
     renderer = out.choose_renderer(PREDICTIONS, format_name, output)
     if precision is not None and (edits or mesh is not None):
-        raise AdvisorError("whatif: give only one of --precision, --mesh and --edit")
+        raise AdvisorError("whatif: give only one of --precision, --mesh and edits")
     run = open_first_windows(path, options.read, None if edits else options.rank)
     if precision is not None:
         document = _project_precision(run, precision, options)

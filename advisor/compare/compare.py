@@ -243,6 +243,7 @@ def describe_side(report: Report, path: str = "") -> Side:
         status=report.status,
         verdict=report.verdict,
         device_name=scope.device_name,
+        on_cpu=scope.device_name is None and not report.time and bool(report.operators),
         step_source=scope.step_source,
         steps_used=scope.steps_used,
         step_ns=scope.step_ns,

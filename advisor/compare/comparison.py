@@ -34,6 +34,8 @@ class Side(Struct, kw_only=True):
     """Verdict of the run's report, one sentence."""
     device_name: str | None
     """Model of the GPU, or ``null`` if it is unknown or did no work."""
+    on_cpu: bool = False
+    """Whether operators were recorded and no GPU work."""
     step_source: str
     """Source of the steps, as in a report's ``scope``."""
     steps_used: int

@@ -103,13 +103,16 @@ def write_verdict(comparison: Comparison) -> str:
             text = f"No difference in step time can be shown: {pair} ({format_interval(steps)})"
         else:
             amount = t.format_share(abs(steps.share))
-            text = f"{steps.verdict.capitalize()} by {amount}: {pair} ({format_interval(steps)})"
+            change = f"{amount} {'less' if steps.share < 0 else 'more'} time"
+            text = f"{steps.verdict.capitalize()}: {pair}, {change} ({_format_size(steps)})"
         if comparison.other_shapes:
-            text = f"On other input shapes, such as another batch size: {t.lower_first(text)}"
+            text = f"On other input shapes, such as another batch size, {t.lower_first(text)}"
     counts = Counter(item.change for item in comparison.findings)
     parts = [f"{counts[kind]} {kind}" for kind in ("fixed", "new", "remaining") if counts[kind]]
+    if unchecked := counts["unchecked"] + counts["unchecked before"]:
+        parts.append(f"{unchecked} not checked on both sides")
     if counts["replaced"]:
-        parts.append(f"{counts['replaced']} gone with a slower replacement")
+        parts.append(f"{counts['replaced']} replaced by slower work")
     text = f"{text}. Findings: {', '.join(parts)}." if parts else f"{text}."
     return " ".join([*_describe_crashes(comparison), text])
 
@@ -208,6 +211,14 @@ def format_interval(steps: StepTimeChange) -> str:
     return f"{low} to {high} with {steps.level:.0%} confidence"
 
 
+def _format_size(steps: StepTimeChange) -> str:
+    """Format the interval of a shown difference without signs: ``2.1% to 3.3% with 95%
+    confidence``."""
+    assert steps.share_low is not None and steps.share_high is not None
+    low, high = sorted((abs(steps.share_low), abs(steps.share_high)))
+    return f"{low:.1%} to {high:.1%} with {steps.level:.0%} confidence"
+
+
 def describe_sides(c: Comparison) -> list[tuple[str, list[str]]]:
     """Describe the two runs as (label, parts)."""
     return [("before", _describe_side(c.before)), ("after", _describe_side(c.after))]
@@ -217,7 +228,7 @@ def _describe_side(side: Side) -> list[str]:
     parts = [t.shorten_path(side.path, 60)]
     if side.rank is not None:
         parts.append(f"rank {side.rank}")
-    parts.append(side.device_name or "GPU model not recorded")
+    parts.append(side.device_name or ("CPU" if side.on_cpu else "GPU model not recorded"))
     if side.samples is not None:
         parts.append(f"{t.count_noun(side.samples, 'sample')} per step")
     return parts

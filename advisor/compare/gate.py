@@ -127,11 +127,11 @@ def _explain_step_time(answer: GateAnswer, low: float, high: float, bounds: Boun
     if max(abs(low), abs(high)) < 0.0005:  # 0.0% on both sides
         change = "no difference"
     elif low < 0 < high:
-        change = f"between {-low:.1%} faster and {high:.1%} slower"
+        change = f"between {-low:.1%} less and {high:.1%} more time"
     else:
         ends = sorted((abs(low), abs(high)))
-        change = f"{'faster' if low < 0 else 'slower'} by {ends[0]:.1%} to {ends[1]:.1%}"
-    allowed = f"{change}; up to {bounds.slower:.1%} slower is allowed"
+        change = f"{ends[0]:.1%} to {ends[1]:.1%} {'less' if low < 0 else 'more'} time"
+    allowed = f"{change}; up to {bounds.slower:.1%} more is allowed"
     if answer != "not shown":
         return allowed
     return f"{allowed}. Record more steps{', or drop --strict' if bounds.strict else ''}"

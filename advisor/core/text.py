@@ -192,6 +192,16 @@ def count_noun(value: float, noun: str, plural: str = "") -> str:
     return f"{format_count(value)} {noun if value == 1 else plural or _make_plural(noun)}"
 
 
+def format_speedup(ratio: float) -> str:
+    """Format a time before over the time after: ``1.32× faster``, ``1.20× slower``, ``no
+    faster``."""
+    size = max(ratio, 1 / ratio) if ratio > 0 else float("inf")
+    if size < 1.005:
+        return "no faster"
+    digits = 2 if size < 2 else 1 if size < 100 else 0
+    return f"{size:.{digits}f}× {'faster' if ratio >= 1 else 'slower'}"
+
+
 def lower_first(sentence: str) -> str:
     """Return a sentence with its first letter in lower case, for use within another sentence."""
     return sentence[:1].lower() + sentence[1:]

@@ -167,6 +167,7 @@ def _keep_ranks(
     }
     if not kept:
         raise AdvisorError(f"--ranks {ranks.text}: no trace of these ({_format_ranks(by_rank)})")
+    ranks.refuse_missing(by_rank)
     return kept
 
 

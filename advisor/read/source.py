@@ -95,7 +95,10 @@ class ByteSource:
 
     def beginning(self) -> str:
         """Return the beginning of the file for a message."""
-        text = self.head().lstrip()[:24].decode(errors="replace").split("\n")[0].strip()
+        head = self.head().lstrip()[:24]
+        text = head.decode(errors="replace").split("\n")[0].strip()
+        if "\ufffd" in text or not text.isprintable():
+            return f"it begins with the bytes {head[:8].hex(' ')}"
         return f"it begins with {text!a}"
 
     def blocks(self) -> Iterator[bytes]:
@@ -186,7 +189,7 @@ class ByteSource:
             return open_regular(self.path)
         except FileNotFoundError:
             raise AdvisorError(
-                f"{self.path}: no such file; {_suggest_similar(self.path)}"
+                f"{self.path}: no such file or directory; {_suggest_similar(self.path)}"
             ) from None
         except IsADirectoryError:
             raise AdvisorError(
@@ -312,6 +315,8 @@ def _is_zstd_skippable(head: bytes) -> bool:
 
 def decimal_size(count: int) -> str:
     """Format a size in decimal units, as disks are sold: ``1.2 GB``, ``3.4 MB``."""
+    if count < 10**5:
+        return f"{count:,} bytes" if count != 1 else "1 byte"
     return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.3g} MB"
 
 

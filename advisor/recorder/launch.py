@@ -48,7 +48,7 @@ def command_line(program: list[str]) -> list[str]:
         return [sys.executable, *program]
     if first.endswith((".py", ".pyw")):
         if not Path(first).is_file():
-            raise AdvisorError(f"{first}: no such file")
+            raise AdvisorError(f"{first}: no such file or directory")
         return [sys.executable, *program]
     result = shutil.which(first)
     if result is None:
@@ -82,7 +82,11 @@ def warn_misplaced(program: list[str], options: Sequence[str]) -> str:
     if not misplaced:
         return ""
     names = " and ".join(misplaced)
-    return f"{names} after {script} goes to the program; for advisor, put it before the program"
+    verb, pronoun = ("goes", "it") if len(misplaced) == 1 else ("go", "them")
+    return (
+        f"{names} after {script} {verb} to the program; for advisor, put {pronoun} before the "
+        "program"
+    )
 
 
 def _is_python_program(path: Path) -> bool:

@@ -52,6 +52,13 @@ def test_demo_without_torch_shows_a_gpu_trace_and_the_gain(
     assert "with 2 or 4 workers" in out and "· 1× per step\n" in out
 
 
+def test_the_demo_takes_the_option_that_it_names_and_its_command_runs(advisor: Run) -> None:
+    code, out, _ = advisor("demo", "--details")
+    assert code == 0 and "Not shown (--details)" not in out
+    command = next(line for line in out.splitlines() if line.startswith("$ "))
+    assert Path(command.split()[-1]).exists()
+
+
 def test_the_demo_report_comes_in_other_formats(advisor: Run) -> None:
     code, out, _ = advisor("demo", "--format", "json")
     assert code == 0

@@ -131,7 +131,10 @@ def test_redacted_export_holds_no_private_data(
     ("arguments", "complaint"),
     [
         (["export", "-", "--perfetto", "x.json"], "reads a trace twice"),
-        (["export", "{trace}"], "--perfetto"),
+        (["export", "{trace}"], "no --perfetto is given"),
+        (["export", "{trace}", "-o", "x.txt"], "ends in .json, .gz, .zst"),
+        (["analyze", "{trace}", "--window", "3"], "no window 3 (windows present: 0)"),
+        (["analyze", "{trace}", "--max-size", "1"], "unpacks to more than 1 byte;"),
         (["export", "{trace}", "--perfetto", "{trace}"], "that is an input"),
         (["export", "{trace}", "--perfetto", "no/where.json"], "no folder"),
         (["export", "nowhere.json", "--perfetto", "x.json"], "no such file"),

@@ -81,7 +81,7 @@ def test_export_draws_them(advisor: Run, trace: Path, tmp_path: Path) -> None:
 def test_gate_keeps_and_holds_them(advisor: Run, trace: Path, tmp_path: Path) -> None:
     kept = tmp_path / "baseline.json"
     code, _, err = advisor("gate", "--save", kept, trace, "--steps", "^(evaluate|other)$")
-    assert code == 0 and f"{STEPS} steps of 1 run" in err
+    assert code == 0 and f"{STEPS} profiled steps of 1 run" in err
     assert advisor("gate", kept, trace, "--steps", "^(evaluate|other)$")[0] == 0
 
 

@@ -530,7 +530,7 @@ def test_other_programs_get_the_warning_first_and_no_verdict(shared_file: Shared
     assert comparison.verdict.startswith("These look like different programs")
     text = COMPARISONS.render("terminal", comparison)
     assert text.startswith("These look like different programs")
-    assert "Faster by" not in text and "Slower by" not in text
+    assert "less time" not in text and "more time" not in text
     assert "only after (" in text and "new (" not in text and "predicted to save" not in text
     assert not compare(lines, lines).other_programs
     wide = Path(shared_file("h100/vocabulary/manifest.json")).parent  # the same operators

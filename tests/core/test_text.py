@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from advisor.core import text as t
 
 
@@ -27,3 +29,18 @@ def test_a_page_leads_with_the_problem_and_a_crash_with_itself() -> None:
     assert t.split_verdict(f"It ended. {verdict}", 30) == t.split_sentences(
         f"It ended. {verdict}", 30
     )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (1.324, "1.32× faster"),
+        (1 / 1.2, "1.20× slower"),
+        (1.0, "no faster"),
+        (0.996, "no faster"),
+        (2.45, "2.5× faster"),
+        (250.0, "250× faster"),
+    ],
+)
+def test_a_ratio_of_times_has_one_form(ratio: float, text: str) -> None:
+    assert t.format_speedup(ratio) == text

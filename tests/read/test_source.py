@@ -250,10 +250,12 @@ def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "none.json"
     with pytest.raises(AdvisorError) as caught:
         list(ByteSource(str(path)).blocks())
-    assert str(caught.value) == f"{path}: no such file; check the path"
+    assert str(caught.value) == f"{path}: no such file or directory; check the path"
     (tmp_path / "nine.json").touch()
     (tmp_path / "train_step.json.gz").touch()
-    with pytest.raises(AdvisorError, match=r"no such file; did you mean train_step\.json\.gz\?$"):
+    with pytest.raises(
+        AdvisorError, match=r"no such file or directory; did you mean train_step\.json\.gz\?$"
+    ):
         list(ByteSource(str(tmp_path / "train_stp.json.gz")).blocks())
 
 

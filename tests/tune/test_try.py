@@ -202,6 +202,10 @@ def test_program_without_training_is_one_line_error(
     (tmp_path / "run" / "manifest.json").write_text("{}")
     assert cli(["try", "run", "--budget", "5"]) == 2  # not taken for a program
     assert "options go before the run" in capsys.readouterr().err
+    assert cli(["try", "train.py", "--budget", "90s"]) == 2
+    out, err = capsys.readouterr()
+    assert "put it before the program, or -- before the program if it has this" in err
+    assert "hello" not in out + err  # it did not run
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("10m", 600), ("1h", 3600)])

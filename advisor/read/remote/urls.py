@@ -1,6 +1,7 @@
 """Parsing of URLs: recognition, redaction for display, file name and rank."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -106,6 +107,18 @@ class RankFilter:
             if last < first:
                 raise AdvisorError(f"--ranks {text[:80]}: give ranks and ranges, such as 0-63,512")
             self._ranges.append(range(first, last + 1))
+
+    def refuse_missing(self, present: Iterable[int]) -> None:
+        """Raise AdvisorError for ranks above all that are present. Gaps between these are kept."""
+        last = max(present, default=-1)
+        beyond = [(max(item.start, last + 1), item.stop - 1) for item in self._ranges]
+        missing = [
+            str(first) if first == end else f"{first}-{end}" for first, end in beyond if end > last
+        ]
+        if last >= 0 and missing:
+            raise AdvisorError(
+                f"--ranks {self.text[:80]}: no trace of rank {', '.join(missing[:20])}"
+            )
 
     def __contains__(self, rank: object) -> bool:
         return isinstance(rank, int) and any(rank in item for item in self._ranges)

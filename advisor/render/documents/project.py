@@ -107,7 +107,7 @@ def _write_headline(found: tuple[TargetGpu, ...], per: str) -> str:
         return f"{p.gpu} cannot run it: {p.refused}."
     return (
         f"{p.gpu}: {t.format_duration(p.step_ns)} {per} ({t.format_range(p.low_ns, p.high_ns)}), "
-        f"{_format_speedup(p.speedup)} as fast."
+        f"{t.format_speedup(p.speedup)}."
     )
 
 

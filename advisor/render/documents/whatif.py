@@ -35,6 +35,10 @@ RANGES: Final = (
     "Ranges are those of the replay. Past errors of estimates of the same fix widen them in the "
     "report."
 )
+RANGES_OF_RUN: Final = (
+    "Ranges are those of the replayed window. The report also uses the run's other steps, its free "
+    "cores and past errors of estimates of the same fix."
+)
 NO_GAIN: Final = 0.001
 """Share of the step below which an edit gains almost nothing."""
 _NOUNS: Final[dict[tuple[str, ...], str]] = {
@@ -89,12 +93,13 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     if not result.reason:
         said += describe_replayed_others(result.replay.steps, result.replay.of_steps)
     share = 1 - result.edited_step_ns / max(result.measured_step_ns, 1)
-    change = f"{t.format_share(abs(share))} {'less' if share >= 0 else 'more'}"
+    ranges = RANGES if result.step is None else RANGES_OF_RUN
+    change = f"{t.format_share(abs(share))} {'less' if share >= 0 else 'more'} time"
     return Document(
-        f"{step} → {least}{edited} ({change}) {per}.",
+        f"{step} → {least}{edited} {per} ({change}).",
         [
             *_build_edits(result, lines),
-            *([] if result.reason else [Paragraph(RANGES, "soft")]),
+            *([] if result.reason else [Paragraph(ranges, "soft")]),
             *([notes(said)] if said else []),
             Section("How exact the replay is", [FieldList(fields)]),
         ],

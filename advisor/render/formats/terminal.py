@@ -126,10 +126,10 @@ class _Screen:
             page.wrap(labels.clean(document.headline), style=document.style)
             page.blank_line()
         self.blocks(document.blocks)
+        self._draw_omitted(options)
         for note in document.notes:
             page.blank_line()
             page.wrap(labels.clean(note), style="dim")
-        self._draw_omitted(options)
         self.text = page.getvalue()
 
     def _draw_omitted(self, options: RenderOptions) -> None:

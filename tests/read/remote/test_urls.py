@@ -93,6 +93,13 @@ def test_ranks_are_numbers_and_ranges() -> None:
     assert None not in ranks
 
 
+def test_ranks_above_all_present_are_refused_and_gaps_are_not() -> None:
+    RankFilter("0-7").refuse_missing([0, 3, 7])
+    RankFilter("0-99").refuse_missing([])  # no file says its rank
+    with pytest.raises(AdvisorError, match=r"--ranks 0-99,200: no trace of rank 8-99, 200$"):
+        RankFilter("0-99,200").refuse_missing(range(8))
+
+
 @pytest.mark.parametrize(
     "text", ["a", "1-", "-1", "5-2", "1,,2", "1" * 20, "0x1", ",".join("1" * 5000)]
 )

@@ -193,6 +193,8 @@ class Splitter:
                 "a file of Triton's cache of compiled kernels, not a trace; give the cache's "
                 "folder, alone or together with a trace as --kernel-profile"
             )
+        if re.fullmatch(rb'"advisor\.[a-z_]+/\d+"', bytes(members.get("schema", b""))):
+            return "a file that advisor wrote, not a trace; open a saved report with advisor report"
         keys = ", ".join(_escape_key(key) for key in sorted(members)[:4]) or "none"
         return (
             f"JSON without traceEvents (its keys: {keys}); give a trace written by "

@@ -40,6 +40,10 @@ PAIRS: dict[str, tuple[Pairwise, Pairwise]] = {
         lambda a, b: a.square().sum(-1)[:, None] + b.square().sum(-1) - 2 * a @ b.T,
     ),
     "distances": (lambda a, b: (a[:, None] - b).norm(dim=-1), torch.cdist),
+    "distances, in a mode without a product": (
+        partial(torch.cdist, compute_mode="donot_use_mm_for_euclid_dist"),
+        torch.cdist,
+    ),
     "absolute differences": (
         lambda a, b: (a[:, None] - b).abs().sum(-1),
         lambda a, b: torch.cdist(a, b, p=1),

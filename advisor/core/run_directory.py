@@ -327,18 +327,19 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     clock of the steps, as the event is written later), workers_started_ns, workers_ended_ns (at the
     end of the previous epoch, or ``null``), evaluation · ``shapes``: index, shapes, dtypes ·
     ``padding`` (token ids of one in five forward passes): padding (share), beyond (share in
-    positions without a token in any row), rows, columns · ``labels`` (of a forward pass, or of a
-    loss in a stack sample): ignored (share), rows, columns, classes (of a loss) · ``window``:
-    window, reason, steps, state (``open``, ``done``, ``stopped``, ``failed``, ``never``,
-    ``dropped``: before the training), file, why, and for the first window fault_steps (first and
-    last step in which page faults were counted, before it), minor_faults (of the process in these
-    steps), memory_growth (of its largest resident memory, bytes) · ``collect``: file, line,
-    function, times (the first, second, fourth, eighth … request for a full garbage collection) ·
-    ``stacks``: frames (``file(line): function``, the innermost may be ``<built-in function …>``),
-    stacks (for each: samples since the previous event, and indices in ``frames``, outermost first)
-    · ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text ·
-    ``end``: steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: disk full),
-    exception, message"""
+    positions without a token in any row), rows, columns, and for rows in the order of their lengths
+    split (share of positions that would be gone if the batch were split in two) · ``labels`` (of a
+    forward pass, or of a loss in a stack sample): ignored (share), rows, columns, classes (of a
+    loss) · ``window``: window, reason, steps, state (``open``, ``done``, ``stopped``, ``failed``,
+    ``never``, ``dropped``: before the training), file, why, and for the first window fault_steps
+    (first and last step in which page faults were counted, before it), minor_faults (of the process
+    in these steps), memory_growth (of its largest resident memory, bytes) · ``collect``: file,
+    line, function, times (the first, second, fourth, eighth … request for a full garbage
+    collection) · ``stacks``: frames (``file(line): function``, the innermost may be ``<built-in
+    function …>``), stacks (for each: samples since the previous event, and indices in ``frames``,
+    outermost first) · ``warning``: text · ``oom``: message, snapshot, allocated, reserved ·
+    ``error``: text · ``end``: steps, reason (``finished``, ``exception``, ``interrupted``,
+    ``disk``: disk full), exception, message"""
 
     t: int
     """Time of the event, ns."""

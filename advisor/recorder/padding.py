@@ -40,6 +40,8 @@ MAX_UPLOADS = 8
 MIN_VALUES = 3
 """Minimum of the largest id: masks and segment numbers are smaller."""
 MAX_MODELS = 64
+MIN_SORTED_ROWS = 4
+"""Minimum number of rows whose order of length is no coincidence."""
 IGNORED = -100
 """Label that PyTorch's cross entropy ignores."""
 
@@ -315,15 +317,23 @@ def _mark_until_last_token(tokens: Any) -> Any:
 
 def measure_mask(tokens: Any) -> dict[str, Any] | None:
     """Return the share of padding in a matrix that is true for tokens, and the share in positions
-    without a token in any row, of which a batch padded to its longest sequence has none. Return
-    ``None`` if rows are too short, or a row has no tokens."""
+    without a token in any row, of which a batch padded to its longest sequence has none. If the
+    rows are in the order of their lengths, also return the share of positions that would be gone if
+    the batch were split in two. Return ``None`` if rows are too short, or a row has no tokens."""
     rows, columns = tokens.shape
     if columns < MIN_LENGTH or not tokens.any(axis=1).all():
         return None
-    return {
+    padding = {
         "padding": 1 - float(tokens.mean()),
         "beyond": 1 - float(tokens.any(axis=0).mean()),
         "rows": rows,
         "columns": columns,
         "largest": MIN_VALUES,
     }
+    lengths = tokens.sum(axis=1)
+    changes = lengths[1:] - lengths[:-1]
+    if rows >= MIN_SORTED_ROWS and changes.any() and ((changes >= 0).all() or (changes <= 0).all()):
+        halves = lengths[: rows // 2], lengths[rows // 2 :]
+        left = sum(len(half) * int(half.max()) for half in halves)
+        padding["split"] = 1 - left / (rows * columns)
+    return padding

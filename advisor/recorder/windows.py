@@ -53,9 +53,9 @@ start of the trace, and the median of three ignores it."""
 GUARD_NS = 20_000_000
 """Minimum total slowdown of the profiled steps, ns: five short steps need no stop."""
 COUNTED_FROM = 1
-"""First step in which page faults are counted: the one before sets up caches and optimizers."""
-FAULT_NS = 1_000
-"""Usual time of a page fault, ns: 500 to 1,700 measured on CPU programs."""
+"""First step in which page faults may be counted: the one before sets up caches and optimizers."""
+FAULT_NS = 1_300
+"""Usual time of a page fault, ns: 900 to 2,000 measured on CPU programs."""
 MIN_FAULT_SHARE = 0.05
 """Minimum share of page faults in a step from which the first window does not open early: it can
 end them, so enough steps before it must show how long the program's own steps are."""
@@ -148,6 +148,8 @@ class Windows:
         """True if the current or last window has a fixed duration, because no step was seen."""
         self._timed_trace: tuple[bytes, dict[str, Any]] | None = None
         """Compressed trace of a timed window and its event, kept until the end of the run."""
+        self._counted_from = COUNTED_FROM
+        """First step in which page faults are counted. The first steps may be known only later."""
         self._counters_before: MemoryCounters | None = None
         """Counters at the begin of the step from which page faults are counted, or ``None``."""
         self._other_profilers: WeakSet[Any] = WeakSet()
@@ -254,8 +256,8 @@ class Windows:
                 self._end_reason = f"step {number - 1} ended {UNSAFE_REASON}"
         else:
             self.add_step(slowed, dur)
-            if number == COUNTED_FROM and self.first_due:
-                self._counters_before = read_memory_counters()
+            if number >= COUNTED_FROM and self.first_due and self._counters_before is None:
+                self._counted_from, self._counters_before = number, read_memory_counters()
             first = self.first_due and self._is_first_due(number, dur)
             if self.enabled and (
                 first or self.requested_reason is not None or self.automatic_reason is not None
@@ -367,7 +369,7 @@ class Windows:
         now = None if before is None or dur >= LONG_STEP_NS else read_memory_counters()
         if before is None or now is None:
             return False
-        faults, steps = now.minor_faults - before.minor_faults, max(1, number - COUNTED_FROM)
+        faults, steps = now.minor_faults - before.minor_faults, max(1, number - self._counted_from)
         return faults * FAULT_NS >= MIN_FAULT_SHARE * dur * steps
 
     def _open_if_due(self, number: int) -> None:
@@ -435,10 +437,10 @@ class Windows:
         large blocks."""
         before, self._counters_before = self._counters_before, None
         now = None if before is None else read_memory_counters()
-        if before is None or now is None or number <= COUNTED_FROM:
+        if before is None or now is None or number <= self._counted_from:
             return {}
         return {
-            "fault_steps": [COUNTED_FROM, number - 1],
+            "fault_steps": [self._counted_from, number - 1],
             "minor_faults": now.minor_faults - before.minor_faults,
             "memory_growth": now.max_resident - before.max_resident,
         }

@@ -36,11 +36,11 @@ class PageFaults(Rule):
     subject = WHOLE_STEP
     knobs = ("keep-freed-memory",)
     reads_record = True
-    found_in = ("recorded/page_faults.slow",)
+    found_in = ("recorded/page_faults.slow", "recorded/transcribe.slow")
     silent_in = ("recorded/page_faults.cured", *CURED_RECORDINGS)
     validation_note = (
         "CPU recordings on two cores, torch 2.13: a U-Net (10.8 ms per step predicted, 59.7 to "
-        "48.2 ms measured). A network of several tasks went from 92 to 58 ms"
+        "48.2 ms measured). Transcription: 13.6 ms predicted, 51.7 to 38.7 ms measured"
     )
     references = (
         "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",
@@ -50,8 +50,8 @@ class PageFaults(Rule):
     min_share = Threshold(0.08, "of the step in page faults", CHOSEN)
     max_growth = Threshold(0.2, "of the counted pages by which the process grew", CHOSEN)
     min_counted_ms = Threshold(100.0, "ms of steps in which page faults were counted", CHOSEN)
-    fault_us = Factor(1.0, "µs per page fault", CHOSEN)
-    best_fault_us = Factor(1.8, "µs per page fault, at best", CHOSEN)
+    fault_us = Factor(1.3, "µs per page fault", CHOSEN)
+    best_fault_us = Factor(2.2, "µs per page fault, at best", CHOSEN)
     worst_fault_us = Factor(0.5, "µs per page fault, at worst", CHOSEN)
     best_x = Factor(1.2, "times what the window saved, at best", CHOSEN)
     worst_x = Factor(0.6, "times what the window saved, at worst", CHOSEN)

@@ -30,6 +30,9 @@ class Padding(NamedTuple):
     """Share beyond the longest sequence of the batch, or ``None`` if it was not recorded."""
     length: int | None
     """Median number of tokens of a padded sequence, or ``None`` if it was not recorded."""
+    split: float | None = None
+    """Share of positions that would be gone if each batch were split in two, if batches are sorted
+    by length, or ``None``."""
     unit: str = "tokens"
     """Parts of a sequence: ``tokens`` or, for features, ``frames``."""
 
@@ -48,6 +51,9 @@ class PaddingWaste(Rule):
     Padding beyond the longest sequence of the batch holds no token of any row. Padding to the
     longest sequence removes it, and results stay the same. The remaining padding needs batches of
     similar lengths.
+
+    Rows that are already in the order of their lengths have batches of similar lengths. Then only
+    smaller batches help, and the recorder measures what is gone if each batch is split in two.
 
     The gain counts all GPU work of the model, except the optimizer and communication, as linear in
     the number of tokens. Attention is quadratic, so it gains more. Work that does not fill the GPU
@@ -74,6 +80,9 @@ class PaddingWaste(Rule):
 
     min_padding = Threshold(0.20, "of the tokens", CHOSEN)
     min_samples = Threshold(3, "batches sampled", CHOSEN)
+    min_sorted_share = Threshold(
+        0.8, "of the sampled batches have their rows in the order of their lengths", CHOSEN
+    )
 
     fix = (
         "Batch sequences of similar length, and pad to the longest of the batch, not to a fixed "
@@ -111,6 +120,34 @@ class PaddingWaste(Rule):
             ),
             "falsified_by": "the same time per batch with every batch cut to its longest sequence",
         },
+        "sorted": {
+            "fix": (
+                "The rows of a batch are in the order of their lengths, and differ much in length. "
+                "Form batches by the number of tokens: fewer rows where sequences are long."
+            ),
+            "code": (
+                "batch, longest = [], 0\n"
+                "for row in sorted(rows, key=len):\n"
+                "    longest = max(longest, len(row))\n"
+                "    if batch and longest * (len(batch) + 1) > max_tokens:\n"
+                "        run(batch)\n"
+                "        batch, longest = [], len(row)\n"
+                "    batch.append(row)\n"
+                "run(batch)"
+            ),
+        },
+        "requests": {
+            "fix": (
+                "Sort the sequences by length before they are divided into batches, and put the "
+                "results back in their order. Pad each batch to its longest sequence."
+            ),
+            "code": (
+                "order = sorted(range(len(rows)), key=lambda i: len(rows[i]))\n"
+                "for start in range(0, len(order), batch_size):\n"
+                "    chosen = order[start : start + batch_size]\n"
+                "    outputs[chosen] = model(pad([rows[i] for i in chosen]))"
+            ),
+        },
         "frames": {
             "code": (
                 "# in collate_fn: pad to the longest of the batch\n"
@@ -122,7 +159,7 @@ class PaddingWaste(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        padding = _read_samples(a)
+        padding = _read_samples(a, self.min_sorted_share)
         if len(padding.all) < self.min_samples:
             return
         mean = float(padding.all.mean())
@@ -133,6 +170,11 @@ class PaddingWaste(Rule):
         beyond = None if padding.beyond is None else float(padding.beyond.mean())
         is_beyond = beyond is not None and beyond >= self.min_padding
         removed = beyond if beyond is not None and is_beyond else mean
+        is_sorted = False
+        if padding.split is not None and not is_beyond:
+            if padding.split < self.min_padding:
+                return
+            is_sorted, removed = True, padding.split
         edits, impact = self._estimate_effect(a, removed, padding.length)
         span = f"{t.format_share(padding.all.min())} to {t.format_share(padding.all.max())}"
         summary = (
@@ -156,6 +198,10 @@ class PaddingWaste(Rule):
         texts = self.case("beyond the longest") if is_beyond else {}
         if is_beyond and padding.unit == "frames":
             texts |= self.case("frames")
+        elif is_sorted:
+            texts = self.case("sorted")
+        elif not is_beyond and recorded_steps(a).inference:
+            texts = self.case("requests")
         yield Finding(
             summary=summary,
             evidence=evidence,
@@ -206,6 +252,12 @@ class PaddingWaste(Rule):
             "beyond the longest sequence, on a GPU": _build_run(None, beyond=0.3, device=True),
             "frames beyond the longest sequence": _build_run(None, beyond=0.3, signal=True),
             "within the longest sequence": _build_run(None, beyond=0.0),
+            "in requests": _build_run(None, beyond=0.0, trains=False),
+            "sorted, of very different lengths": _build_run(None, beyond=0.0, split=0.25),
+            "sorted": (
+                _build_run(None, beyond=0.0, split=0.1),
+                "padding.split < self.min_padding",
+            ),
             "little": (_build_run(0.1), "min_padding"),
             "no mask": (_build_run(None), "len(padding.all) < self.min_samples"),
             "sampled twice": (_build_run(0.4, samples=2), "min_samples"),
@@ -225,8 +277,9 @@ _PACKS = r"_nested_tensor_from_mask|_pack_padded_sequence|_nested_from_padded"
 """Operators that drop padding before the layers compute."""
 
 
-def _read_samples(a: Analysis) -> Padding:
-    """Return the samples of forward passes, or of the loader's batches if those are more."""
+def _read_samples(a: Analysis, min_sorted_share: float) -> Padding:
+    """Return the samples of forward passes, or of the loader's batches if those are more. Batches
+    are sorted if ``min_sorted_share`` of them have their rows in the order of length."""
     recorded = recorded_steps(a)
     column = recorded.column("padding")
     column = column[recorded.after_warmup & ~np.isnan(column)]
@@ -241,7 +294,15 @@ def _read_samples(a: Analysis) -> Padding:
     lengths = [length for *_, length in events if isinstance(length, int) and length > 0]
     is_signal = any(event.get("signal") for event in recorded.record.events_of("padding"))
     length = int(np.median(lengths)) if lengths else None
-    return Padding(shares[:, 0], shares[:, 1], length, "frames" if is_signal else "tokens")
+    unit = "frames" if is_signal else "tokens"
+    split = [
+        share
+        for event in recorded.record.events_of("padding")
+        if is_share(share := event.get("split"))
+    ]
+    is_sorted = len(split) >= min_sorted_share * len(events)
+    gone = float(np.mean(split)) if is_sorted else None
+    return Padding(shares[:, 0], shares[:, 1], length, gone, unit)
 
 
 def _quadratic_share(a: Analysis, length: int | None) -> float:
@@ -276,6 +337,8 @@ def _build_run(
     beyond: float | None = None,
     op: str = "aten::mm",
     signal: bool = False,
+    split: float | None = None,
+    trains: bool = True,
 ) -> TraceBuilder:
     b = TraceBuilder()
     for _ in b.steps(4 if device else 0):
@@ -284,8 +347,9 @@ def _build_run(
     r = b.record_of_run()
     for n in range(60):
         fields = {} if padding is None or n < 60 - samples else {"padding": padding}
-        r.step(10, forward=3, backward=6, fields=fields)
+        r.step(10, forward=3, **({"backward": 6} if trains else {}), fields=fields)
     for _ in range(0 if beyond is None else 6):
         fields = {"signal": True} if signal else {}
+        fields |= {} if split is None else {"split": split}
         r.event("padding", padding=0.4, beyond=beyond, rows=8, columns=160, **fields)
     return b

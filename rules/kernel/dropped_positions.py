@@ -1,5 +1,6 @@
 """Layers that compute all positions although only some results are used."""
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,7 +38,13 @@ POINTWISE = frozenset(
     for end in ("", "_")
 )
 """Operators that compute each element from the element at the same place."""
-ON_LAST_DIMENSION = frozenset((*PRODUCTS, "aten::fft_fft", "aten::fft_rfft"))
+OVER_FEATURES = {"aten::log_softmax": 1, "aten::softmax": 1}
+"""Operator over one dimension -> position of the argument with it. Over the last one, it works on
+each position alone."""
+NORMS = frozenset(("aten::layer_norm", "aten::rms_norm"))
+"""Operators over the last dimensions, whose sizes are their second argument."""
+TRANSFORMS = frozenset(("aten::fft_fft", "aten::fft_rfft"))
+ON_LAST_DIMENSION = frozenset((*PRODUCTS, *TRANSFORMS))
 """Operators on the features of each position, which may change their number."""
 MAX_BETWEEN = 6
 TRANSFORMERS = r"(?:^|/)transformers/models/"
@@ -75,9 +82,10 @@ class DroppedPositions(Rule):
     belong to the product. If another operator reads the result, it is needed, and nothing is
     reported.
 
-    Operators right before the product belong to it if they work on each position alone and nothing
-    else reads their results. Examples are arithmetic and Fourier transforms of frames: a
-    spectrogram of a long recording, of which the last frames are used.
+    Operators between the two must work on each position alone, as activations, norms and a softmax
+    over the features do. Operators right before the product belong to it if they work on each
+    position alone and nothing else reads their results. Examples are arithmetic and Fourier
+    transforms of frames: a spectrogram of a long recording, of which the last frames are used.
 
     The gain is the dropped share of this work. A smaller product runs at a lower rate, which the
     range allows for. Still earlier layers may be skipped too; the estimate does not include
@@ -85,9 +93,13 @@ class DroppedPositions(Rule):
 
     id = "dropped-positions"
     title = "A layer computes positions that are then dropped"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/last_position.slow",)
+    found_in: ClassVar[tuple[str, ...]] = (
+        "recorded/last_position.slow",
+        "recorded/transcribe.slow",
+    )
     silent_in: ClassVar[tuple[str, ...]] = (
         "recorded/last_position.cured",
+        "recorded/transcribe.cured",
         *SILENT_TRACES,
         *CURED_RECORDINGS,
     )
@@ -112,6 +124,11 @@ class DroppedPositions(Rule):
             "code": "outputs = model(**inputs, logits_to_keep=1)\nlast = outputs.logits[:, -1]",
         },
         "operators before it": {
+            "fix": "Take the positions before the first of these operators ({first}), not after "
+            "the last. Each works on one position alone, so the results stay the same.",
+            "code": "x = x[{part}]     # before {first}, not after the last operator",
+        },
+        "frames": {
             "fix": "Take the positions before the first of these operators ({first}), not after "
             "the last. Each works on one position alone, so the results stay the same. Of a "
             "recording, cut the end that has the frames.",
@@ -158,14 +175,18 @@ class DroppedPositions(Rule):
                 ],
                 where=costliest_places(a, layer_rows, top=1 if dropped.ahead else 3),
                 edits=[scale_operators(a, rows, saved)],
-                **(
-                    self.case("Transformers")
-                    if runs_code_of(a, TRANSFORMERS)
-                    else self.case("operators before it", first=dropped.ahead[0].partition("::")[2])
-                    if dropped.ahead
-                    else {"code": self.code.format(part=dropped.part)}
-                ),
+                **self._choose_texts(a, dropped),
             )
+
+    def _choose_texts(self, a: Analysis, dropped: Dropped) -> Mapping[str, Any]:
+        if runs_code_of(a, TRANSFORMERS):
+            return self.case("Transformers")
+        if not dropped.ahead:
+            return {"code": self.code.format(part=dropped.part)}
+        first = dropped.ahead[0].partition("::")[2]
+        if TRANSFORMS.isdisjoint(dropped.ahead):
+            return self.case("operators before it", first=first, part=dropped.part)
+        return self.case("frames", first=first)
 
     def _find_dropped(self, a: Analysis) -> list[Dropped]:
         """Return layers whose result is dropped in part, by shape and part."""
@@ -181,7 +202,9 @@ class DroppedPositions(Rule):
             return []
         rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
         keeps = [
-            name in POINTWISE or (at in all_parts and all_parts[at][1] == 1 and name in TAKES)
+            name in POINTWISE
+            or (at in all_parts and all_parts[at][1] == 1 and name in TAKES)
+            or (at is not None and _normalizes_features(name, inputs_at(a, at)))
             for name, at in zip(names, inputs, strict=True)
         ]
         dropped_layers: dict[tuple[Shape, str], Dropped] = {}
@@ -219,7 +242,7 @@ class DroppedPositions(Rule):
             dropped = dropped_layers.setdefault(
                 (shape, index), Dropped(shape, kept, index, [], [], names[begin:first])
             )
-            dropped.made.extend(rows[begin : at if begin < first else first + 1])
+            dropped.made.extend(rows[begin:at])
             dropped.through.extend(rows[begin : at + 1])
         return _merge_lengths(
             [dropped for dropped in dropped_layers.values() if dropped.shape not in needed]
@@ -237,6 +260,8 @@ class DroppedPositions(Rule):
             "frames of a spectrogram": _build_model(before="aten::fft_rfft", us=20),
             "sequences of several lengths": _build_model(lengths=(32, 48)),
             "after slices of everything": _build_model(slices_all=True),
+            "probabilities of the last position": _build_model(softmax_dim=-1),
+            "a softmax over positions": (_build_model(softmax_dim=1), "not product_takers"),
             "all but the last": (
                 _build_model(taker="aten::slice", args=["1", "0", "31", "1"]),
                 "not parts",
@@ -290,6 +315,19 @@ def _parse_part(name: str, x: OpInputs) -> tuple[Shape, float, str] | None:
     return shape, kept / size, ":, " * leading_dims + index
 
 
+def _normalizes_features(name: str, x: OpInputs) -> bool:
+    """Return whether an operator works on the features of each position alone, and keeps the
+    shape."""
+    tensor = x.tensor(0)
+    if tensor is None:
+        return False
+    if name in NORMS:
+        sizes = x.integers(1)
+        return sizes is not None and len(sizes) == 1
+    dim = x.argument(OVER_FEATURES[name]) if name in OVER_FEATURES else None
+    return isinstance(dim, int) and dim in (-1, len(tensor.shape) - 1)
+
+
 def _find_product_before(names: list[str], keeps: list[bool], at: int) -> int | None:
     """Return the index of the product right before an operator; operators in between must keep its
     shape."""
@@ -338,6 +376,7 @@ def _build_model(
     taker: str = "aten::select",
     args: list[str] | None = None,
     other_reader: str = "",
+    softmax_dim: int | None = None,
     slices_all: bool = False,
     trains: bool = True,
     us: float = 3000,
@@ -354,6 +393,9 @@ def _build_model(
         b.compute(before, 5000, [hidden])
         b.compute(product, us, [hidden, [6000, 96], [6000]], sequence=sequence)
         part: dict[str, Any] = {} if sequence is None else {"sequence": sequence + 1}
+        if softmax_dim is not None:
+            dim = ["", str(softmax_dim), ""]
+            b.compute("aten::log_softmax", us / 2, [logits, [], []], concrete=dim)
         if slices_all:
             sizes = [logits, [], [], [], []]
             b.on_host("aten::slice", 2, sizes, concrete=["", "0", "0", END, "1"])

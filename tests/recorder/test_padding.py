@@ -196,6 +196,19 @@ def test_one_token_of_each_sequence_has_no_padding() -> None:
     assert result is not None and result["padding"] == pytest.approx(5 / 11)
 
 
+def test_rows_in_order_of_length_say_what_smaller_batches_save() -> None:
+    """Rows of 10, 10, 10 and 40 tokens: two batches of 2 x 10 and 2 x 40 for one of 4 x 40."""
+    from advisor.recorder.padding import measure_mask
+
+    lengths = torch.tensor([10, 10, 10, 40])
+    tokens = (torch.arange(40) < lengths[:, None]).numpy()
+    result = measure_mask(tokens)
+    assert result is not None and result["split"] == pytest.approx(1 - (2 * 10 + 2 * 40) / 160)
+    shuffled = measure_mask(tokens[[0, 3, 1, 2]])
+    assert shuffled is not None and "split" not in shuffled
+    assert shuffled["padding"] == result["padding"]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1)])
 def test_spectrogram_padding_is_a_constant_row_end(order: tuple[int, ...]) -> None:
     from advisor.recorder.padding import measure_signal

@@ -12,6 +12,7 @@ import pytest
 from advisor.advise.engine import Options, analyze
 from advisor.advise.rule_loading import load_rules
 from advisor.advise.rule_runner import run_rules
+from advisor.advise.window_choice import choose_windows
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.measure import Analysis
 from advisor.read import open_run
@@ -70,12 +71,8 @@ def fired_rules(*paths: str) -> frozenset[str]:
 def fired_rules_on_recording(name: str) -> frozenset[str]:
     """Rules with a finding on the first rank of a recording, or on all its ranks together; on its
     record alone, where it has no window."""
-    from advisor.core.trace import blank_trace
-
     run = open_run(str(RECORDED / name))
-    assert run.recording is not None
-    trace = run.window(0) if run.traces else blank_trace("<record>", 0)
-    a = Analysis(trace, None, run.recording.ranks[0])
+    a = choose_windows(run, None, None)[0]
     fired = {finding.rule for finding in run_rules(0, a, list(RULES.values())).findings}
     if len(run.traces) > 1:
         together = analyze(RECORDED / name, Options(config={})).findings

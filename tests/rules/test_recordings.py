@@ -75,6 +75,9 @@ CASES = {
     "dense_graph": "mostly-zero-operand",
     "reverb": "long-filter",
     "page_faults": "page-faults",
+    "confusion": "mostly-zero-operand",
+    "transcribe": "dropped-positions",
+    "memory_bank": "slow-operator-arguments",
 }
 
 
@@ -109,6 +112,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "hooks",
             "joined_list",
             "last_position",
+            "memory_bank",
             "micro_batches",
             "one_by_one",
             "pairs",

@@ -30,9 +30,9 @@ START_UP_STEPS = 3
 """Number of first steps that are never compared, even with an early window."""
 MAX_STEPS_APART, MIN_AROUND = 20, 5
 """Maximum distance of unprofiled steps compared with a profiled one; minimum number of them."""
-FAULT_NS = 1_000
-"""Usual time of a page fault, ns: 0.9 to 1.2 µs in three CPU programs on two cores."""
-MIN_FAULT_SHARE = 0.1
+FAULT_NS = 1_300
+"""Usual time of a page fault, ns: 0.9 to 2.0 µs in seven CPU programs on two cores."""
+MIN_FAULT_SHARE = 0.15
 """Minimum share of a step in page faults that a window must end to change the step's length."""
 MIN_SHORTER = 0.05
 """Minimum share by which steps become shorter where a window ends page faults."""

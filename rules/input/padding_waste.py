@@ -122,8 +122,8 @@ class PaddingWaste(Rule):
         },
         "sorted": {
             "fix": (
-                "The rows of a batch are in the order of their lengths, and differ much in length. "
-                "Form batches by the number of tokens: fewer rows where sequences are long."
+                "Form batches by the number of tokens, with fewer rows where sequences are long. "
+                "They are sorted by length already, but differ too much within a batch."
             ),
             "code": (
                 "batch, longest = [], 0\n"

@@ -56,9 +56,11 @@ COUNTED_FROM = 1
 """First step in which page faults may be counted: the one before sets up caches and optimizers."""
 FAULT_NS = 1_300
 """Usual time of a page fault, ns: 900 to 2,000 measured on CPU programs."""
-MIN_FAULT_SHARE = 0.05
-"""Minimum share of page faults in a step from which the first window does not open early: it can
-end them, so enough steps before it must show how long the program's own steps are."""
+MIN_FAULTS, MIN_FAULT_SHARE = 1_000, 0.08
+"""Minimum number of page faults in a step, and share of its time, at which the first window waits:
+it can end them, so enough steps before it must show how long the program's own steps are."""
+MORE_STEPS = 20
+"""Maximum number of steps that it waits for. They may take ``EARLY_NS``."""
 BASELINE_STEPS = 32
 """Number of steps before a window that its steps are compared with."""
 RETRY_STEPS = 20
@@ -148,6 +150,8 @@ class Windows:
         """True if the current or last window has a fixed duration, because no step was seen."""
         self._timed_trace: tuple[bytes, dict[str, Any]] | None = None
         """Compressed trace of a timed window and its event, kept until the end of the run."""
+        self._more_steps = MORE_STEPS
+        """Maximum number of steps that the first window waits for because of page faults."""
         self._counted_from = COUNTED_FROM
         """First step in which page faults are counted. The first steps may be known only later."""
         self._counters_before: MemoryCounters | None = None
@@ -165,7 +169,10 @@ class Windows:
     def fit_to_loader(self, length: int | None) -> None:
         """Open the first window earlier if a loader has few batches (``length``)."""
         total = self.first_step + self._warmup + self._active
-        if not self.first_due or length is None or length >= total + 1:
+        if not self.first_due or length is None:
+            return
+        self._more_steps = min(MORE_STEPS, max(0, length - total - 1))
+        if length >= total + 1:
             return
         spare = max(0, length - self._active - 1)
         self._warmup = min(self._warmup, max(1, spare // 2))
@@ -356,7 +363,9 @@ class Windows:
             and not (self._unsafe_tries or self._busy_tries)
         )
         is_early = is_early and self._options.skip == RecordOptions.skip
-        if number < self.first_step and not (is_early and not self._awaits_steps(number, dur)):
+        if number < self.first_step and not is_early:
+            return False
+        if self._awaits_steps(number, dur):
             return False
         if self._options.warmup == RecordOptions.warmup and (is_early or dur >= LONG_STEP_NS):
             self._warmup = 0 if dur >= LONG_STEP_NS else min(self._warmup, 1)
@@ -364,13 +373,16 @@ class Windows:
 
     def _awaits_steps(self, number: int, dur: int) -> bool:
         """Return whether page faults take so much of steps of ``dur`` ns before step ``number``
-        that no window opens early. Long steps cannot wait."""
-        before = self._counters_before
-        now = None if before is None or dur >= LONG_STEP_NS else read_memory_counters()
-        if before is None or now is None:
+        that the window waits for more of them. Long steps cannot wait, nor can a short run."""
+        before, options = self._counters_before, self._options
+        if before is None or dur >= LONG_STEP_NS or self.first_step != RecordOptions.skip:
             return False
-        faults, steps = now.minor_faults - before.minor_faults, max(1, number - self._counted_from)
-        return faults * FAULT_NS >= MIN_FAULT_SHARE * dur * steps
+        if number >= options.skip + min(self._more_steps, EARLY_NS // max(1, dur)):
+            return False
+        now, steps = read_memory_counters(), max(1, number - self._counted_from)
+        faults = 0 if now is None else now.minor_faults - before.minor_faults
+        usual = min(dur, median(self._unprofiled or [dur]))  # a long step does not count
+        return faults >= max(MIN_FAULTS, MIN_FAULT_SHARE * usual / FAULT_NS) * steps
 
     def _open_if_due(self, number: int) -> None:
         options = self._options

@@ -40,7 +40,7 @@ class PageFaults(Rule):
     silent_in = ("recorded/page_faults.cured", *CURED_RECORDINGS)
     validation_note = (
         "CPU recordings on two cores, torch 2.13: a U-Net (10.8 ms per step predicted, 59.7 to "
-        "48.2 ms measured). Transcription: 13.6 ms predicted, 51.7 to 38.7 ms measured"
+        "48.2 ms measured). Transcription: 11.6 ms predicted, 51.7 to 38.7 ms measured"
     )
     references = (
         "https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html",

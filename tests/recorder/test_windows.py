@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import mmap
 import signal
@@ -28,6 +27,7 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.timed
 
+MS = 1_000_000
 CALM = {"report": False, "guard": 1e9}
 """No guard: steps of a millisecond may take any time on a machine that runs other tests."""
 
@@ -136,27 +136,40 @@ def test_first_window_says_how_many_page_faults_came_before_it(
     assert counts and None not in counts and counts == sorted(counts)
 
 
-def test_early_window_waits_for_steps_if_it_may_end_page_faults(
+def test_first_window_waits_for_more_steps_if_it_may_end_page_faults(
     tmp_path: Path, training: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of 0.5 s, in which page faults take 20%, or hardly any time."""
-    due = windows.Windows._is_first_due
-    monkeypatch.setattr(
-        windows.Windows, "_is_first_due", lambda self, number, dur: due(self, number, 500_000_000)
-    )
-    for per_count, first in ((100_000, 10), (1_000, 2)):
-        counts = itertools.count()
-        monkeypatch.setattr(
-            windows,
-            "read_memory_counters",
-            lambda counts=counts, each=per_count: MemoryCounters(each * next(counts), 0),
-        )
-        folder = str(tmp_path / str(per_count))
-        with Recorder(folder, telemetry=0.0, **CALM):
-            for _ in range(16):
+    """Steps of 0.5 s or 20 ms, in which page faults take 20%, or hardly any time."""
+    due, add_step = windows.Windows._is_first_due, windows.Windows.add_step
+    for ms, per_step, options, first in (
+        (500, 100_000, {}, 14),  # two seconds
+        (500, 1_000, {}, 2),
+        (20, 4_000, {}, 30),
+        (20, 800, {}, 10),
+        (20, 4_000, {"skip": 6}, 6),
+    ):
+
+        def due_after(self: Any, number: int, dur: int, ms: int = ms) -> bool:
+            return due(self, number, ms * MS)
+
+        def add(self: Any, slowed: bool, dur: int, ms: int = ms) -> None:
+            add_step(self, slowed, ms * MS)
+
+        monkeypatch.setattr(windows.Windows, "_is_first_due", due_after)
+        monkeypatch.setattr(windows.Windows, "add_step", add)
+        session: list[Any] = []
+
+        def count(each: int = per_step, session: list[Any] = session) -> MemoryCounters:
+            return MemoryCounters(each * session[0].steps.count, 0)
+
+        monkeypatch.setattr(windows, "read_memory_counters", count)
+        folder = str(tmp_path / f"{ms}-{per_step}-{len(options)}")
+        with Recorder(folder, telemetry=0.0, **CALM, **options) as recorder:
+            session.append(recorder._session)
+            for _ in range(40):
                 training.learn((torch.randn(2, 4), torch.randn(2, 1)))
         opened = only_rank(folder).events_of("window")[0]
-        assert (opened["state"], opened["steps"]) == ("open", [first])
+        assert (opened["state"], opened["steps"]) == ("open", [first]), (ms, per_step)
 
 
 def test_run_ending_before_its_folder_exists_has_a_trace(

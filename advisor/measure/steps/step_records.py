@@ -32,7 +32,7 @@ MAX_STEPS_APART, MIN_AROUND = 20, 5
 """Maximum distance of unprofiled steps compared with a profiled one; minimum number of them."""
 FAULT_NS = 1_300
 """Usual time of a page fault, ns: 0.9 to 2.0 µs in seven CPU programs on two cores."""
-MIN_FAULT_SHARE = 0.15
+MIN_FAULT_SHARE = 0.1
 """Minimum share of a step in page faults that a window must end to change the step's length."""
 MIN_SHORTER = 0.05
 """Minimum share by which steps become shorter where a window ends page faults."""

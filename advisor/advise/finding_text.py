@@ -32,7 +32,7 @@ SMALL_SHARE: Final = 2 * MIN_GAIN_SHARE
 """Minimum gain, as a share of the step, of a first fix: twice the difference between two runs."""
 
 
-POSSIBLE: Final = "a possibility (confidence in the cause {})"
+POSSIBLE: Final = "a possibility (advisor is {} sure of the cause)"
 """Words for an uncertain cause, in a verdict, a finding and a note."""
 MIN_SURE: Final = 0.5
 """Confidence below which every text calls a cause a possibility."""
@@ -154,10 +154,10 @@ def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool
         return t.format_gain(finding)
     if finding.after_fix is not None:
         count = (finding.priority or 2) - 1
-        condition = (
-            "another fix" if report is None else f"fixes 1–{count}" if count > 1 else "fix 1"
-        )
-        return f"none alone, about {describe_marginal_gain(finding)} after {condition}"
+        condition = "another fix" if report is None else "fix 1"
+        if report is not None and count > 1:
+            condition = "fixes 1 and 2" if count == 2 else f"fixes 1 to {count}"
+        return f"no gain by itself, about {describe_marginal_gain(finding)} after {condition}"
     amount = t.format_saving(impact)
     if not amount.startswith(("up to ", "at least ")):
         amount = f"about {amount}"
@@ -218,7 +218,7 @@ def _warn_of_stacks(finding: Finding, report: Report) -> list[str]:
         return []
     if not is_python and not any(edit.op == "drop_launch" for edit in finding.edits):
         return []
-    return ["expect less without Python stacks, which slow the host while they are recorded"]
+    return ["recording Python stacks slowed the host, so the gain without them is smaller"]
 
 
 def may_gain_little(finding: Finding) -> bool:
@@ -410,7 +410,7 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     operations = {edit.op for edit in finding.edits}
     if report.scope.device is None:
         is_hidden = operations == {"overlap"} and impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns
-        return "little independent work is left to hide it under" if is_hidden else ""
+        return "little independent work is left to run meanwhile" if is_hidden else ""
     targets = {edit.select.on for edit in finding.edits}
     scale = min(1.0, report.gain_scale or 1.0)
     remaining = 1.0 - impact.gain_ns / max(shown_ns, 1.0)
@@ -565,7 +565,7 @@ def _explain_order(finding: Finding, report: Report) -> list[str]:
     largest_gain = t.format_duration(gain(largest))
     if gain(largest) <= gain(finding) or largest_gain == t.format_duration(gain(finding)):
         return []
-    why = "it is the smaller change: make it first, then measure again"
+    why = "it is the smaller change, so make it first"
     drops_launches = any(edit.op == "drop_launch" for edit in largest.edits)
     marginal_gain = finding.marginal_gain_ns if priority > 1 else None
     if (marginal_gain or 0) >= (largest.marginal_gain_ns or 0) and marginal_gain is not None:

@@ -283,7 +283,7 @@ def without_gain(
         exposed = bound.gain_range(finding.edits)
         launches = part == "host" and any(edit.op == "drop_launch" for edit in finding.edits)
         reason = f"{'other work of the host' if launches else who} sets the pace"
-        reason = f"gains little alone: {reason} ({share} of the critical path)"
+        reason = f"the fix gains little by itself, as {reason} ({share} of the critical path)"
         why = ""
         if part == "host" and a.device_id is None:
             free = None if a.recorded is None else a.recorded.free_cores

@@ -166,7 +166,7 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         verb = "is" if parts[0].startswith("1 ") else "are"
         parts[0] = parts[0].replace(" by ", f" {verb} limited by ", 1)
         unlimited = len(views) - sum(limits.values())
-        parts += [f"the limit of {unlimited} was not collected"] if unlimited else []
+        parts += [f"for {unlimited} the limit was not collected"] if unlimited else []
         if len(limits) == 1 and not unlimited:
             subject = "all are" if len(views) > 1 else "it is"
             parts = [f"{subject} limited by {next(iter(limits))}"]
@@ -177,7 +177,9 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
     if checks:
         short = label_kernels(view.short for view in report.kernel_counters)
         names = t.list_names(dict.fromkeys(short[view.short] for view in checks))
-        text += f". {names}, a reference for results, is left out"
+        several = len({short[view.short] for view in checks}) > 1
+        verbs = ("check", "are") if several else ("checks", "is")
+        text += f". {names} only {verbs[0]} results and {verbs[1]} left out"
     text += f". {_describe_longest(views)}"
     keys = {labels.clean(kernel_key(view.name)) for view in views}
     notes = [each for each in report.notes if _find_kernel_key(each) in keys]
@@ -272,8 +274,8 @@ def _advise_on_occupancy(views: Sequence[KernelCounters]) -> str:
     if longest.waves is not None and longest.waves < MAX_FEW_WAVES:
         filled = t.format_share(longest.waves)
         return (
-            f"Its blocks are {filled} of what the GPU holds at once: give it more work per "
-            "launch, or let more blocks share each sum (split-K)."
+            f"Its blocks fill {filled} of the GPU: give it more work per launch, or let more "
+            "blocks share each sum (split-K)."
         )
     advice = (
         "Give it more work per launch, or use fewer registers and less shared memory per block."
@@ -321,7 +323,7 @@ def _describe_longest(views: Sequence[KernelCounters]) -> str:
         text = f"{name} takes most time ({t.format_share(share)}, {launches})"
     use = max(longest.use.values(), default=None)
     if longest.limit == "latency" and use is not None:
-        text += f": it waits, and no unit is busier than {t.format_share(use)}"
+        text += f": its warps mostly wait, and no unit is busier than {t.format_share(use)}"
     elif use is not None and longest.limit == "unknown":
         text += "; its tensor cores were not measured"
     elif use is not None:
@@ -369,8 +371,9 @@ def _describe_first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
     when = f"if each of the {count} is launched once" if count > 1 else "per launch"
     gain = f" A fix saves up to {t.format_duration(saved)} {when}." if saved else ""
     if saved and saved < MIN_FIRST_FIX_SHARE * sum(map(_sum_time, views)):
-        lead = f"The largest estimated gain, {t.format_duration(saved)} {when}"
-        return f"{_advise_on_unit(views)}{lead}: {title}{kernel_names}."
+        saves = f"A fix saves at most {t.format_duration(saved)} {when}."
+        found = f"The largest gain found is small: {title}{kernel_names}."
+        return f"{_advise_on_unit(views)}{found} {saves}"
     return f"First: {title}{kernel_names}.{gain}"
 
 

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from msgspec.structs import replace
 
 from advisor.core import labels
+from advisor.core import text as t
 from advisor.core.finding import Finding, SkippedCheck, impact_without_gain
 from advisor.core.report import Report
 from advisor.core.rule import Program, Rule
@@ -204,8 +205,8 @@ def record_gpu_work(meta: TraceMeta) -> str:
     if not names:
         return record_with(ACTIVITIES, meta, " where the program uses a GPU")
     gpu_note = (
-        f"The machine has {labels.clean(names[0])}: the program did not use it, or its work was "
-        "not recorded."
+        f"The machine has {t.with_article(labels.clean(names[0]))}, but the program did not use "
+        "it, or its work was not recorded."
     )
     return f"{gpu_note} {record_with(ACTIVITIES, meta)}"
 

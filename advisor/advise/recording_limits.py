@@ -201,7 +201,7 @@ def _name_analyzed_part(a: Analysis) -> str:
     if a.device_id is None:
         return "the whole recording"
     outside = _name_time_outside(a)
-    text = "the time from the first to the last GPU work"
+    text = "the time from the first to the last kernel or copy"
     call, took = call_before(a)
     longest_call = f" ({t.format_duration(took)} of it in {call})" * bool(call)
     return (
@@ -280,7 +280,7 @@ def record_whole_steps(meta: TraceMeta) -> str:
     instruction = (
         schedule_of(meta, ": ", "wait=1, warmup=3, active=5") if tool is None else f": {tool.step}"
     )
-    return f"Record whole steps{instruction}."
+    return f"Record several whole steps{instruction}."
 
 
 def _explain_missing_device_work(trace: Trace) -> str:

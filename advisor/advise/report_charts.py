@@ -248,10 +248,15 @@ def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
         for line in sorted(lines[:limit], key=lambda line: line.rank)
     ]
     head = [report.per if name == "step" else name for name in RANK_HEAD]
-    if all(line.busy_share is None for line in lines):
-        columns = [n for n, name in enumerate(head) if name not in DEVICE_COLUMNS]
-        head = [head[n] for n in columns]
-        rows = [replace(row, cells=[row.cells[n] for n in columns]) for row in rows]
+    no_devices = all(line.busy_share is None for line in lines)
+    columns = [
+        number
+        for number, name in enumerate(head)
+        if not (no_devices and name in DEVICE_COLUMNS)
+        and any(row.cells[number] != t.EMPTY_CELL for row in rows)
+    ]
+    head = [head[n] for n in columns]
+    rows = [replace(row, cells=[row.cells[n] for n in columns]) for row in rows]
     return RankTable(head, rows, len(lines), labels.clean(report.ranks.note))
 
 

@@ -134,7 +134,9 @@ def _describe_steps(report: Report) -> list[str]:
         span, recorded = scope.span_ns, scope.recorded_ns
         if recorded is None:
             return [f"none marked: the whole recording, {t.format_duration(span)}"]
-        analyzed = f"none marked: {t.format_duration(span)} from the first to the last GPU work"
+        analyzed = (
+            f"none marked: {t.format_duration(span)} from the first to the last kernel or copy"
+        )
         whole_recording = f"{t.format_duration(recorded)} recorded"
         return (
             [analyzed]
@@ -215,7 +217,7 @@ def compare_window_with_run(report: Report) -> list[str]:
     else:
         parts = [f"{longer}; steps vary too much to tell the profiler's cost"]
     if step.in_warm_up:
-        parts.append("they are among the first steps")
+        parts.append("these are warm-up steps")
     if step.atypical and step.nearby_ns is not None:
         share = t.format_share(step.share_beyond) if step.share_beyond else "none"
         kind = "long" if step.nearby_ns > step.ns else "short"
@@ -442,11 +444,10 @@ def headline_numbers(report: Report) -> list[Line]:
         if report.replay.unprofiled and report.step is not None:
             busy_share = report.step.busy_share or busy_share
         if path and _has_hidden_work(critical, busy_share):
-            path[[*critical].index("host")] += ", overlapping GPU work"
+            path[[*critical].index("host")] += ", while the GPU works too"
             if (busy_share or 0.0) >= MIN_HIDING_BUSY_SHARE:
-                path[0] += (
-                    f"; a faster host saves {t.format_share(1 - (busy_share or 0.0))} at most"
-                )
+                most = t.format_share(1 - (busy_share or 0.0))
+                path.append(f"a faster host saves at most {most}")
         named = "critical path" + ", unprofiled" * report.replay.unprofiled
         lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:
@@ -719,7 +720,8 @@ def describe_all_fixes(report: Report) -> str:
     if len(findings) == 1 and findings[0].subject == HOST_CODE and has_upper_bound(report):
         fixes = "Without this code"
     if len(findings) == 1 and is_unsure(findings[0]):
-        fixes = f"If the cause is right ({t.format_share(findings[0].confidence)})"
+        sure = t.format_share(findings[0].confidence)
+        fixes = f"If this is the cause, of which advisor is {sure} sure"
     busy = None if report.replay is None else report.replay.busy_after_ns
     busy_after = ""
     if busy is not None and report.time:

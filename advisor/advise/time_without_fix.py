@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.advise.finding_text import explain_note
 from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
-from advisor.advise.program_wording import how_to_record_more
+from advisor.advise.program_wording import ACTIVITIES, ask_to_record, how_to_record_more, tool_of
 from advisor.advise.recording_limits import explain_lost_records, is_too_small
 from advisor.core import text as t
 from advisor.core.finding import HOST_CODE, Edit, Finding
@@ -38,7 +38,10 @@ REASONS: Final = {
     "DtoH": "the host needs these values",
 }
 """Reasons for a part that do not depend on the rules."""
-NO_RULE: Final = "no fix is known for it"
+STACKS: Final = "with_stack=True"
+OPERATORS_TOO: Final = f"{ACTIVITIES} and {STACKS}"
+"""Option that records what the host does, and options for a trace without operators."""
+NO_RULE: Final = "advisor has no rule for it"
 
 
 def find_time_without_fix(
@@ -122,13 +125,15 @@ class _Reasons:
                 return f"{explain_note(note)} (note '{note.title}')"
         for finding in self.fired:
             if self._rule_looks(finding, kind):
-                return f"its fix gains too little: '{finding.title}'"
+                return f"the fix for '{finding.title}' gains too little"
         rules = [rule for rule in self.rules if kind in rule.looks_at]
         texts = (rule.fill_thresholds((rule.looks_at[kind],))[0] for rule in rules)
         result = "; ".join(dict.fromkeys(texts)) or REASONS.get(kind, NO_RULE)
-        recording = how_to_record_more("with_stack=True", self.a)
+        lacks_operators = all(part.name != "dispatch" for part in self.report.host)
+        lacks_operators &= tool_of(self.a.trace.meta) is None
+        recording = how_to_record_more(OPERATORS_TOO if lacks_operators else STACKS, self.a)
         needs_stacks = kind == "unknown" and self.report.host and not self.a.trace.meta.with_stack
-        return f"{result}; {recording} shows it" if needs_stacks and recording else result
+        return f"{result}. {ask_to_record(recording)}" if needs_stacks and recording else result
 
     def is_about(self, finding: Finding, part: str) -> bool:
         """Return whether a finding covers a part: its rule looks at the part, or its fix touches

@@ -84,6 +84,8 @@ MIN_LATER_RATIO = 1.5
 MIN_NOTE_RATIO = 3.0
 """Minimum ratio of a note's share of the step to the share of the first gain, at which the verdict
 names the note."""
+BETWEEN_WORK = "from the first to the last kernel or copy"
+"""Words for the analysed time of a recording without steps."""
 MIN_STEPS = 3
 MAX_HEALTHY_STEP_RATIO = 2.0
 """Maximum ratio of the longest step to the shortest or median one in a healthy verdict."""
@@ -214,7 +216,7 @@ def _write_main_verdict(
     ):
         busy_share = run_share
     if report.scope.recorded_ns is not None:
-        between = "between its first and its last work"
+        between = BETWEEN_WORK
         span = t.format_duration(report.step_ns)
         busy_of = f"busy {t.format_share(report.busy_share)} of the {span} {between}"
     text = f"GPU {busy_of}{_describe_exposed_time(report)}"
@@ -245,7 +247,7 @@ def _write_main_verdict(
             of_time = f"of the analysed {t.format_duration(a.span_ns)}"
         call, took = call_before(a) if report.per == "recording" else ("", 0)
         if call and took >= MIN_IDLE_SHARE * a.span_ns:
-            text = text.removesuffix(" between its first and its last work")
+            text = text.removesuffix(f" {BETWEEN_WORK}")
             text += f". CUDA's start took {t.format_duration(took)} before that"
         most = f"led by {longest} ({t.format_share(longest_share)} of them)"
         if longest_share > MAJORITY_SHARE:
@@ -264,8 +266,8 @@ def _write_layers_verdict(report: Report) -> tuple[Literal["bottlenecks", "limit
         return "bottlenecks", f"{text}. {_name_first_finding(report)}."
     profile = " Profile its kernels with hardware counters." * bool(report.profile_kernels)
     return "limited", (
-        f"{text}; no fix is known for them.{profile}{_name_largest_gain(report)} Idle time is not "
-        "in a layer profile."
+        f"{text}; advisor has no rule for them.{profile}{_name_largest_gain(report)} Idle time is "
+        "not in a layer profile."
     )
 
 
@@ -283,8 +285,7 @@ def _name_all_steps(report: Report) -> str:
     step = report.step
     if step is None or step.varies or abs(step.mean_ns / step.ns - 1) < EQUAL_STEP_SHARE:
         return _name_step(report)
-    unit = _name_unit(report)
-    return f"all steps' time (median {unit}: {t.format_duration(step.ns)}{_name_rank(report)})"
+    return f"all steps' time (median {t.format_duration(step.ns)}{_name_rank(report)})"
 
 
 def _name_busy(report: Report, own_share: float | None = None) -> str:
@@ -340,7 +341,8 @@ def _write_host_verdict(
         why = "No GPU times were recorded, probably because hardware counters were."
         action = "Record without counters."
     elif count_launches(a.trace):
-        why = "The profiler lost the records of all GPU work."
+        calls = t.count_noun(count_launches(a.trace), "launch call")
+        why = f"The recording has {calls} but no kernel: the profiler lost all GPU work."
         warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=3")
         action = f"Record again after a warm-up{warm}."
     on_host = a.record is not None and a.trains_on_host and not meta.truncated
@@ -583,7 +585,7 @@ def _explain_idle_without_fix(report: Report, a: Analysis) -> str:
     more = (
         f" with {recording}, to see what the host does" if "unknown" in shown and recording else ""
     )
-    advice = "No fix with a significant gain is known."
+    advice = "No rule of advisor finds a fix with a significant gain."
     if later or more:
         advice = f"Record{later}{',' * bool(later and more)}{more}."
     scope = report.scope
@@ -618,11 +620,12 @@ def _explain_idle(report: Report, a: Analysis) -> str:
         operators = _name_longest_operators(a) if waits >= max(gain, MIN_IDLE_SHARE) else ""
         return f" {operators}" * bool(operators)
     causes = t.list_names(
-        f"{t.format_share(part.share)} for {_ON_CPU[part.cause]}{_name_sampled(part)}"
+        f"{t.format_share(part.share)} of the {report.per} during {_ON_CPU[part.cause]}"
+        f"{_name_sampled(part)}"
         for part in on_cpu
         if part.share >= MIN_ON_CPU_SHARE
     )
-    return f" Of the {report.per}, the GPU idles {causes}."
+    return f" The GPU idles for {causes}."
 
 
 def _compute_marginal_share(finding: Finding) -> float:
@@ -663,7 +666,8 @@ def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}. For {t.format_share(queued)}, queued kernels do not run. "
+        f"{idle}. For {t.format_share(queued)} of the {report.per}, kernels wait in the GPU's "
+        "queue and none runs: another process may use the GPU, or events were filtered out. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in recording else UNFILTERED}"
     )
 
@@ -695,8 +699,8 @@ def _name_longest_operators(a: Analysis) -> str:
 
 MIN_QUEUED_SHARE = 0.05
 """Minimum share of the step at which idle time with queued work is reported on its own."""
-UNFILTERED = "Record all activities on a GPU of your own."
-UNFILTERED_WITH_STACKS = "Record stacks on a GPU of your own."
+UNFILTERED = "Record all activities, on a GPU that no other process uses."
+UNFILTERED_WITH_STACKS = "Record stacks, on a GPU that no other process uses."
 
 
 def _name_longest_on_host(report: Report, top: HostShare) -> tuple[float, str]:
@@ -845,10 +849,12 @@ def _name_largest_operator(report: Report, a: Analysis) -> str:
     reached = f", at {t.format_share(rate)} of {which}" if rate else ""
     share = t.format_share(ns / a.span_ns)
     own_notes = [n for n in report.notes if any(place.op == name for place in n.where)]
-    fix = _name_possible_fix(report, own_notes[0]) if own_notes else "No fix is known for it"
+    fix = ", and advisor has no rule for it"
+    if own_notes:
+        fix = f". {_name_possible_fix(report, own_notes[0])}"
     return (
         f" {labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "
-        f"{report.per}{reached}. {fix}."
+        f"{report.per}{reached}{fix}."
     )
 
 
@@ -893,14 +899,14 @@ def _compare_with_rates(report: Report) -> tuple[str, bool]:
     if total_lost < MIN_LEFT_SHARE * report.step_ns:
         return "", True
     parts = [
-        f"{family} {t.format_duration(ns)} (it reaches {t.format_share(1 - ns / times[family])} of "
-        "its rate)"
+        f"{t.format_duration(ns)} in {family} kernels (at {t.format_share(1 - ns / times[family])} "
+        "of such a rate)"
         for family, ns in sorted(lost.items(), key=lambda item: -item[1])[:2]
         if ns >= MIN_FAMILY_SHARE * total_lost
     ]
     return (
-        " At the attainable rates of this GPU its kernels would take "
-        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}) less: "
+        " At the rates that this GPU reaches in benchmarks, its kernels would save "
+        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}): "
         f"{', '.join(parts)}."
     ), total_lost < MAX_HEALTHY_LEFT_SHARE * report.step_ns
 

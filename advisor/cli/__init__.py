@@ -5,7 +5,9 @@ import gc
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -219,11 +221,21 @@ def _format_usage(argument: Any) -> str:
     return f"{name}{dots}" if argument.required else f"[{name}]{dots}"
 
 
+def _wrap(message: str) -> str:
+    """Wrap a message of more than two lines for a terminal, or where COLUMNS is set. A program that
+    reads it gets one line."""
+    width = max(40, shutil.get_terminal_size().columns)
+    is_for_program = not sys.stderr.isatty() and "COLUMNS" not in os.environ
+    if is_for_program or len(message) <= 2 * width:
+        return message
+    return textwrap.fill(message, width, break_long_words=False, break_on_hyphens=False)
+
+
 def _print_error(message: str, code: int) -> int:
     from advisor.core.labels import clean
 
     try:
-        print(f"advisor: {clean(message)}", file=sys.stderr)
+        print(_wrap(f"advisor: {clean(message)}"), file=sys.stderr)
     except BrokenPipeError:
         return BROKEN_PIPE
     return code

@@ -217,8 +217,9 @@ def with_article(words: str) -> str:
     return f"{'an' if _VOWEL.match(words) else 'a'} {words}"
 
 
-_VOWEL: Final = re.compile(r"8|(11|18)(?!\d)|[aeio]", re.IGNORECASE)
-"""Pattern of words read with "an": 8, 80 …, 11 and 18 alone or as thousands, and vowels."""
+_VOWEL: Final = re.compile(r"8|(11|18)(?!\d)|[aeio]|NVIDIA\b|RTX\b|MI\d|[HL]\d", re.IGNORECASE)
+"""Pattern of words read with "an": 8, 80 …, 11 and 18 alone or as thousands, vowels, and names of
+GPUs that begin with the name of such a letter."""
 
 
 def _make_plural(noun: str) -> str:
@@ -330,7 +331,7 @@ def location_figures(location: Location, steps: int = 1, per: Per = "step") -> l
             worst = "one takes "
         parts.append(f"{worst}{format_duration(location.dur_ns)}")
     if location.sampled_share is not None:
-        parts.append(f"line from {format_share(location.sampled_share)} of stack samples")
+        parts.append(f"line in {format_share(location.sampled_share)} of stack samples")
     return parts
 
 

@@ -426,7 +426,7 @@ def _find_only_member(kind: str, archive: str, options: ReadOptions | None) -> R
     if kinds and (file_kind := kinds[0]) is not None:
         subject = "each is" if len(kinds) > 1 and {file_kind} == set(kinds) else "the first is"
         raise AdvisorError(
-            f"{description}; {subject} {file_kind[0]}; {file_kind[1] or SEE_FORMATS}"
+            f"{description}; {subject} {file_kind[0]}. {t.upper_first(file_kind[1] or SEE_FORMATS)}"
         )
     raise AdvisorError(
         f"{description}, none named like a trace; unpack it and give the file or folder"
@@ -452,9 +452,9 @@ def _describe_cache(kind: str, archive: str, compiled: dict[str, int]) -> str:
     top = Path(min(compiled, key=len)).parent.as_posix()
     return (
         f"{archive}: {t.with_article(kind)} archive of Triton's cache "
-        f"({t.count_noun(sum(compiled.values()), 'compiled kernel')}), no trace; unpack it "
-        f"({tool} {Path(archive).name}), then advisor analyze {top}, or with a trace "
-        f"--kernel-profile {top}"
+        f"({t.count_noun(sum(compiled.values()), 'compiled kernel')}), not a trace. Unpack it: "
+        f"{tool} {archive}. Then run advisor analyze {top}, or read it beside a trace: advisor "
+        f"analyze TRACE --kernel-profile {top}"
     )
 
 

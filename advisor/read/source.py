@@ -411,7 +411,7 @@ def kind_of(start: bytes, path: str = "") -> tuple[str, str | None] | None:
         )
     if _PLUGIN_PAGE.search(path):
         return "a page of TensorBoard's profile plugin, with sums and no timeline", (
-            "give the profile that it was made from (*.xplane.pb)"
+            "analyse the profile that it was made from (*.xplane.pb)"
         )
     if path.endswith((".py", ".ipynb")):
         return "a program, not a recording", "run it with advisor record, or advisor lint"

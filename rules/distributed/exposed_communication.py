@@ -126,7 +126,7 @@ class ExposedCommunication(Rule):
         "traces of all ranks in which others arrive late at these collectives: the step then waits "
         "for a straggler, not the network"
     )
-    assumptions = ("independent compute is left to hide the communication under",)
+    assumptions = ("independent compute is left that can run during the communication",)
     confidence = 0.85
     cases = {
         "all_reduce": {
@@ -234,8 +234,8 @@ class ExposedCommunication(Rule):
             "verify": "Record again: less time in collectives, and a shorter step.",
             "confidence": 0.5,
             "assumptions": (
-                "the cores that compute leave room for gloo's threads",
-                "independent compute is left to hide the communication under",
+                "the computation leaves CPU cores free for gloo's threads",
+                "independent compute is left that can run during the communication",
             ),
         },
         "small messages": {
@@ -406,7 +406,7 @@ class ExposedCommunication(Rule):
         factor = 1 - part * waited / int(waits["dur"].sum())
         return Finding(
             summary=(
-                f"In collectives the GPU waits for other ranks, {of_step(a, waited)}: "
+                f"In collectives the GPU waits for other ranks for {of_step(a, waited)}: "
                 f"{t.format_bytes(longest['bytes'])} take "
                 f"{t.format_duration(longest['dur'])}, where a network of 1 Gbit/s needs "
                 f"{t.format_duration(longest['transfer'])}, latency included."
@@ -599,7 +599,10 @@ def _describe_pipeline_wait(a: Analysis) -> str | None:
     for name, ns in waits.sort("ns", "name").tail(1).iter_rows():
         if ns >= MIN_BLOCKED_SHARE * a.span_ns:
             range_name = str(name).strip("# ")
-            return f" The pipeline still waits for the GPU, most in {range_name}: {of_step(a, ns)}."
+            return (
+                f" The pipeline still waits for the GPU, most in {range_name}, for "
+                f"{of_step(a, ns)}."
+            )
     return ""
 
 

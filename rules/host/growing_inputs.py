@@ -92,7 +92,8 @@ class GrowingInputs(Rule):
             summary=(
                 f"{costliest.name} works on {values[0]:,} values in the first recorded step and "
                 f"on {values[-1]:,} in the last, about {np.diff(values).mean():,.0f} more in each. "
-                f"{t.count_noun(len(growing), 'such call')} of a step: {of_step(a, ns)}."
+                f"{t.count_noun(len(growing), 'such call')} of a step "
+                f"{'takes' if len(growing) == 1 else 'take'} {of_step(a, ns)}."
             ),
             evidence=[
                 self.compare("steps in a row with more values", len(values), "min_steps", "count"),

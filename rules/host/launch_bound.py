@@ -130,8 +130,8 @@ class LaunchBound(Rule):
     alternatives = "launches"
     looks_at = dict.fromkeys(
         ("dispatch", "launch", "python"),
-        "too little for fewer launches, which pay from {min_share:.0%} of the time on, with the "
-        "GPU at most {max_busy:.0%} busy and {min_launches} launches or more",
+        "advisor suggests fewer launches only if these waits take at least {min_share:.0%} of the "
+        "time, for {min_launches} launches or more, on a GPU busy at most {max_busy:.0%}",
     )
 
     fix = (

@@ -44,7 +44,7 @@ class SliceGradients(Rule):
     The gain is the time of these nodes of the backward pass, minus one pass over the tensor."""
 
     id = "slice-gradients"
-    title = "Slices taken in a loop have a gradient of the whole tensor each"
+    title = "Each slice taken in a loop gets a gradient as large as the whole tensor"
     training_only = True
     found_in: ClassVar[tuple[str, ...]] = ("recorded/slices.slow", "traces/h100/organ_seg")
     silent_in: ClassVar[tuple[str, ...]] = ("recorded/slices.cured", *CURED_RECORDINGS)

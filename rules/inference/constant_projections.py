@@ -153,7 +153,7 @@ class ConstantProjections(Rule):
         yield Finding(
             summary=(
                 f"For each token, {t.count_noun(len(longest_pass), 'linear layer')} on up to "
-                f"{max(size[0] for _, size in layers):,} rows that stay the same: "
+                f"{max(size[0] for _, size in layers):,} rows that stay the same take "
                 f"{of_step(a, ns)}."
             ),
             evidence=[

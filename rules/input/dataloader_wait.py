@@ -63,8 +63,8 @@ class LoaderWaitRule(Rule):
     falsified_by = "the same step time when the loop reuses one batch"
     confidence = 0.9
     looks_at: ClassVar[Mapping[str, str]] = {
-        "loader": "too little for workers, which pay from {min_share:.0%} of the time and "
-        "{min_batch_ms:g} ms per batch on: taking over a ready batch takes that long"
+        "loader": "worker processes pay only if loading takes at least {min_share:.0%} of the "
+        "time and {min_batch_ms:g} ms per batch: handing over a ready batch takes that long"
     }
 
     _ranges: ClassVar[str]

@@ -108,7 +108,8 @@ class IgnoredLabels(Rule):
         yield Finding(
             summary=(
                 f"The loss ignores {ignored:.0%} of the labels, and logits over "
-                f"{work.vocabulary:,} tokens are computed at each position: {of_step(a, ns)}."
+                f"{work.vocabulary:,} tokens are computed at each position. This takes "
+                f"{of_step(a, ns)}."
             ),
             evidence=[
                 self.compare("labels that the loss ignores", ignored, "min_ignored_share"),

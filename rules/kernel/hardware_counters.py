@@ -184,8 +184,8 @@ class CounterRule(Rule):
         if _VECTOR_PRODUCT.search(worst.profile.signature or worst.profile.name):
             advice = _VECTORS
         fix = [
-            f"{worst.label} is a kernel of {library}, whose source you cannot change: choose "
-            f"another. {advice.fix}"
+            f"{worst.label} is a kernel of {library}, whose source you cannot change. Make the "
+            f"library choose another kernel. {advice.fix}"
         ]
         target, compute = find_compute_capability(worst.profile.name), worst.profile.compute
         if target is not None and compute is not None and target[0] < compute[0]:

@@ -119,8 +119,8 @@ class LongFilter(Rule):
         longest = max(filters.values(), key=lambda each: each.taps)
         yield Finding(
             summary=(
-                f"conv1d applies filters of {longest.taps:,} taps to {longest.length:,} values: "
-                f"{of_step(a, ns)}."
+                f"conv1d applies filters of {longest.taps:,} taps to {longest.length:,} values, "
+                f"which takes {of_step(a, ns)}."
             ),
             evidence=[
                 self.compare("taps of the longest filter", longest.taps, "min_taps", "count"),

@@ -166,11 +166,11 @@ class MostlyZeroOperand(Rule):
         height, width = largest.shape
         yield Finding(
             summary=(
-                f"One-hot vectors of {height:,} × {width:,} are made and multiplied: "
+                f"Making and multiplying one-hot vectors of {height:,} × {width:,} takes "
                 f"{of_step(a, ns)}."
                 if len(making_rows)
-                else f"Products with a matrix of {height:,} × {width:,} in which at most "
-                f"{largest.entries:,} entries are set: {of_step(a, ns)}."
+                else f"Products with a matrix of {height:,} × {width:,}, in which at most "
+                f"{largest.entries:,} entries are set, take {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "products with the matrix", len(forward_rows), "count"),

@@ -54,7 +54,7 @@ class DriverAllocationRule(Rule):
     assumptions = ("the GPU has other work as soon as the host is free",)
 
     looks_at: ClassVar[Mapping[str, str]] = {
-        "allocation": "fewer than {min_steps} marked steps make such calls, which may be warm-up"
+        "allocation": "fewer than {min_steps} marked steps make such calls: they may be warm-up"
     }
 
     _calls: ClassVar[dict[str, str]]

@@ -153,9 +153,7 @@ class EvalWithoutNoGrad(Rule):
                 ),
             ],
             where=costliest_places(a, rows_in_window),
-            impact=impact_risk(
-                "the memory that the graphs hold depends on how long results are kept"
-            ),
+            impact=impact_risk("the graphs hold memory as long as the program keeps their results"),
         )
 
     @staticmethod
@@ -263,9 +261,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
                 self.compare("time of these pauses, share of the run", spent / run_ns, "min_step"),
                 steps_seen(recorded),
             ],
-            impact=impact_risk(
-                "the memory that the graphs hold depends on how long results are kept"
-            ),
+            impact=impact_risk("the graphs hold memory as long as the program keeps their results"),
         )
 
     @staticmethod

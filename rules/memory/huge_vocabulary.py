@@ -125,9 +125,9 @@ class HugeVocabulary(Rule):
         when = "when memory ran out" if peak.history.failed_event is not None else "at the peak"
         return Finding(
             summary=(
-                f"{held.blocks} blocks of the loss and of the logits' size held "
-                f"{t.format_bytes(held.bytes)} of the {t.format_bytes(peak.allocated)} in tensors "
-                f"{when}."
+                f"The loss kept {t.count_noun(held.blocks, 'tensor')} about as large as the logits "
+                f"{when}: {t.format_bytes(held.bytes)} of the {t.format_bytes(peak.allocated)} in "
+                "tensors."
             ),
             evidence=[
                 Evidence("largest block of the loss", held.largest, "bytes"),

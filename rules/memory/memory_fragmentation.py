@@ -208,7 +208,8 @@ class MemoryFragmentation(Rule):
                 f"When the snapshot was taken, {t.format_bytes(pieces.free)} of the "
                 f"{t.format_bytes(reserved)} reserved was free, but in pieces of at most "
                 f"{t.format_bytes(pieces.largest)}: a larger request cannot use it. With "
-                f"expandable segments, {remaining} would still be reserved."
+                f"expandable segments, {remaining} would still be reserved, in pages that hold a "
+                "tensor."
             ),
             evidence=[
                 Evidence("free memory when the snapshot was taken", pieces.free, "bytes"),

@@ -63,7 +63,8 @@ class DeviceCopies(Rule):
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
     looks_at: ClassVar[Mapping[str, str]] = {
-        "DtoD": "too little for a fix, which pays from {min_share:.0%} of the time on"
+        "DtoD": "advisor suggests a fix only if such copies take at least {min_share:.0%} of the "
+        "time"
     }
 
     verify = "Profile again: fewer 'Memcpy DtoD' rows, and less time in them."
@@ -241,8 +242,8 @@ class CopiesNotOverlapped(Rule):
         0.5, "of the copy time is hidden: the copies count as overlapped", TRIED_ON_TRACES
     )
     looks_at: ClassVar[Mapping[str, str]] = {
-        "HtoD": "compute hides {max_overlap:.0%} of such copies, or the rest is under "
-        "{min_share:.0%} of the time"
+        "HtoD": "compute hides at least {max_overlap:.0%} of such copies, or the others take less "
+        "than {min_share:.0%} of the time"
     }
 
     fix = (
@@ -299,9 +300,8 @@ class CopiesNotOverlapped(Rule):
         awaited = select_blocking_calls(a, TO_DEVICE_PINNED)
         yield Finding(
             summary=(
-                f"Copies that could overlap keep the GPU from computing for {of_step(a, exposed)}: "
-                f"{t.format_bytes(bytes_copied / a.step_count)}{per_step(a)}, {overlap:.0%} of the "
-                "copy time hidden"
+                f"The GPU waits for copies that could overlap for {of_step(a, exposed)}: "
+                f"{t.format_bytes(bytes_copied / a.step_count)}{per_step(a)}, {overlap:.0%} hidden"
                 + (". The copies run on the compute stream." if on_compute_share > 0.5 else ".")
             ),
             evidence=[

@@ -194,7 +194,7 @@ def test_small_fix_does_not_lead_with_a_kernel_at_its_limit() -> None:
     assert "First" not in verdict
     limit, smaller = (
         verdict.index("keep tiles in registers"),
-        verdict.index("The largest estimated gain"),
+        verdict.index("The largest gain found"),
     )
     assert limit < smaller
 
@@ -202,7 +202,7 @@ def test_small_fix_does_not_lead_with_a_kernel_at_its_limit() -> None:
 def test_counters_verdict_names_the_fix_that_saves_most() -> None:
     report = analyze(str(path_of("ncu/deepseek_ocr_rtx5090.csv.gz")))
     assert re.search(
-        r"The largest estimated gain, [^:]+: few resident warps[^.]+ \([^)]+\)\.", report.verdict
+        r"The largest gain found is small: few resident warps[^.]+ \([^)]+\)\.", report.verdict
     )
 
 

@@ -94,7 +94,7 @@ def test_markdown_matches_the_terminal(report: Make, ranks: Callable[..., Ranks]
         "| compute | 300 ms | 75% |",
         "#### 1. Finding number 1 of the step",
         "up to 40 ms (20–40 ms), 10%",
-        "confidence in the cause 80%",
+        "advisor is 80% sure of the cause",
         "`/home/me/project/train.py:42 in train_step`",
         "```python\nstep(quick=True)\n```",
         "share of the step 10%, limit 5% (XProf)",

@@ -444,7 +444,7 @@ def _find_smaller_logits(peak: PeakMemory) -> MemoryChange | None:
         1 / LOSS_CHUNKS,
         f"the request that failed is for logits, which are {pieces}"
         if result is None
-        else f"the {result.blocks} blocks of the loss and of the logits' size are {pieces}",
+        else f"the loss's {result.blocks} tensors about as large as the logits are {pieces}",
         where=peak.failed_at if result is None else result.where,
         request_share=1 / LOSS_CHUNKS if is_requested else 1.0,
     )

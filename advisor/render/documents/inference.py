@@ -16,11 +16,11 @@ MAX_NAME: Final = 40
 COLUMN_TITLES: Final = (
     "phase", "steps", "batch", "tokens", "step", "per token", "tokens/s", "busy", "limit",
 )  # fmt: skip
-LIMIT: Final = (
-    "limit: what takes most of a step's time, and its share: the host (the GPU waits for it), "
-    "memory, compute or communication."
-)
-"""Legend of the last column."""
+LIMIT: Final = "limit: what takes most of a step. host: the GPU waits for it."
+LIMIT_SHARE: Final = "limit: what takes most of a step, and its share. host: the GPU waits for it."
+"""Legends of the last column, without shares and with them: one line of a terminal each."""
+OPTIONAL_TITLES: Final = ("tokens/s", "tokens")
+"""Columns that a terminal leaves out first if they do not fit."""
 ENGINE_NAMES: Final = {
     "vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM", "atom": "ATOM",
     "xdit": "xDiT", "transformers": "transformers",
@@ -36,8 +36,10 @@ def sections(report: Report) -> Iterator[Block]:
     inference = report.inference
     if inference is None:
         return
-    table = Grid(COLUMN_TITLES, [build_row(phase) for phase in inference.phases], optional=(6, 3))
-    legend = [Paragraph(LIMIT, "soft", spare=1)] if any(p.limit for p in inference.phases) else []
+    table = _build_table([build_row(phase) for phase in inference.phases])
+    has_limit = any(phase.limit for phase in inference.phases)
+    has_share = any(phase.limit and not phase.limit_inferred for phase in inference.phases)
+    legend = [Paragraph(LIMIT_SHARE if has_share else LIMIT, "soft")] if has_limit else []
     rows = [
         TextField(label, parts, detail=detail, spare=_SPARE.get(label, 0))
         for label, parts, detail in describe_lines(inference)
@@ -47,10 +49,22 @@ def sections(report: Report) -> Iterator[Block]:
     step = report.step
     profiled = "profiled steps" * (step is not None and step.window_differs)
     if step is not None and step.window_is_unrepresentative:
-        profiled += "; limit: of the run's own steps"
+        profiled += "; limit: of the run's own steps" * has_limit
     aside = " · ".join(part for part in (engine, f"by {source}", profiled) if part)
     title = "Inference by phase"
     yield Section(title, [table, *legend, FieldList(rows)], aside, short=True, spare=4)
+
+
+def _build_table(rows: list[list[str]]) -> Grid:
+    """Return the table of phases without the columns that have no value."""
+    columns = [
+        number
+        for number, values in enumerate(zip(*rows, strict=True))
+        if any(value != t.EMPTY_CELL for value in values)
+    ]
+    titles = [COLUMN_TITLES[number] for number in columns]
+    optional = [titles.index(title) for title in OPTIONAL_TITLES if title in titles]
+    return Grid(titles, [[row[n] for n in columns] for row in rows], optional=optional)
 
 
 def build_row(phase: InferencePhase) -> list[str]:

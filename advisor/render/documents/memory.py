@@ -237,7 +237,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
         for each in _list_categories(view)
     ]
     if [each.category for each in _list_categories(view)] == ["not attributed"]:
-        by = ["unknown: nothing in the snapshot shows what these tensors are for"]
+        by = ["nothing in the snapshot shows what these tensors are for"]
     held = [
         f"{t.format_bytes(view.allocated)} in tensors",
         f"{t.format_bytes(view.reserved)} reserved" if view.reserved else "",
@@ -292,7 +292,7 @@ def _build_tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
             rows,
         ),
         _build_table(
-            f"What a change frees {freed} (least time first; savings overlap)",
+            f"What a change frees {freed} (cheapest in step time first; savings overlap)",
             ["change", "frees", "cost"] + ["line"] * _has_lines(view),
             _build_savings(view),
             rows,

@@ -168,8 +168,9 @@ def _build_ranks(report: Report) -> Iterator[Block]:
         )
         notes = [Paragraph(table.more, "soft")] if table.more else []
         notes += [Paragraph(table.note, "soft", spare=1)] if table.note else []
-        profiled = " · profiled steps" * differs
-        aside = f"{table.total} in this recording, times {t.format_per(report.per)}{profiled}"
+        per = "per profiled step" if differs else t.format_per(report.per)
+        aside = f"{table.total} recorded, times {per}"
+        aside += "; comes last: of collectives" * ("comes last" in table.head)
         yield Section("Ranks", [shown, *notes], aside)
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections
@@ -240,7 +241,9 @@ def _build_card(
     code: list[Block] = [Code(finding.code)] if has_code else []
     share = t.format_share(finding.confidence)
     unsure = finding_text.is_unsure(finding)
-    sure = finding_text.POSSIBLE.format(share) if unsure else f"confidence in the cause {share}"
+    sure = (
+        finding_text.POSSIBLE.format(share) if unsure else f"advisor is {share} sure of the cause"
+    )
     confidence = [sure, finding.severity]
     if finding.validation == "synthetic":
         confidence.append("not proven on real traces")

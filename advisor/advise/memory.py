@@ -239,6 +239,11 @@ def memory_verdict(
     are_most = 2 * sum(item.bytes for item in largest) > view.allocated
     most = "mainly" if are_most else "the largest part"
     mainly = f", {most} {' and '.join(categories)}" if categories else ""
+    named = view.categories[: len(categories) + 1]
+    sizes = [t.format_bytes(item.bytes) for item in named]
+    if len(categories) == 2 and len(named) == 3 and sizes[1] == sizes[2]:
+        names = [item.category for item in named]
+        mainly = f", {most} {categories[0]} and {sizes[1]} each of {names[1]} and {names[2]}"
     if view.reserved and view.allocated > view.reserved:
         return "limited", (
             f"GPU {view.device}: {t.format_bytes(view.allocated)} in tensors and "

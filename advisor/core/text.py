@@ -275,6 +275,10 @@ def evidence_label(item: Evidence) -> str:
     )
 
 
+RECORDER_RANGE: Final = "advisor::"
+"""Beginning of the names of ranges that the recorder puts around phases of a step."""
+
+
 def location_names(
     location: Location,
     *,
@@ -296,7 +300,9 @@ def location_names(
         parts.append(line + inside)
         if location.layer is not None:
             parts.append(shorten(clean(location.layer), path_width))
-    if location.op is not None:
+    if location.op is not None and location.op.startswith(RECORDER_RANGE):
+        parts.append(f"the {clean(location.op.removeprefix(RECORDER_RANGE))} phase")
+    elif location.op is not None:
         parts.append(labels.get(location.op) or kernel_label(location.op, name_width))
     if location.kernel is not None:
         parts.append(labels.get(location.kernel) or kernel_label(location.kernel, name_width))

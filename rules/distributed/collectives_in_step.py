@@ -109,9 +109,12 @@ class CollectivesInStep(Rule):
         "epoch. Log the local value in between."
     )
     code = (
-        "total += loss.detach()                  # on this rank, without .item()\n"
+        "total = torch.zeros((), device=device)   # once, before the loop\n"
+        "# In each step, add on this rank only, without .item().\n"
+        "total += loss.detach()\n"
         "if step % 100 == 99:\n"
-        "    dist.all_reduce(total)              # several numbers: one tensor\n"
+        "    # To sum several numbers, stack them in one tensor.\n"
+        "    dist.all_reduce(total)\n"
         "    print(total.item() / (100 * dist.get_world_size()))\n"
         "    total.zero_()"
     )
@@ -156,7 +159,7 @@ class CollectivesInStep(Rule):
             "fix": "Set broadcast_buffers=False where buffers are constants, or where each rank "
             "may keep its own BatchNorm statistics. Or convert BatchNorm to SyncBatchNorm, or "
             "make constants plain attributes.",
-            "code": "model = DDP(model, broadcast_buffers=False)",
+            "code": "# keep your other arguments\nmodel = DDP(model, broadcast_buffers=False)",
             "falsified_by": "buffers that ranks change in different ways, and must agree on",
             "assumptions": ("ranks need not agree on the buffers in each step",),
         },

@@ -50,6 +50,7 @@ class DataParallel(Rule):
         'rank = int(os.environ["LOCAL_RANK"])\n'
         "torch.cuda.set_device(rank)\n"
         "model = DistributedDataParallel(model.to(rank), device_ids=[rank])\n"
+        "# keep your other arguments\n"
         "loader = DataLoader(..., sampler=DistributedSampler(dataset))"
     )
     verify = "Profile again, one trace per rank: no DataParallel.forward, gradients overlap."

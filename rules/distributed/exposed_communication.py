@@ -113,8 +113,9 @@ class ExposedCommunication(Rule):
         "compute, and wait as late as possible. Then send fewer bytes."
     )
     code = (
+        "# keep your other arguments\n"
         "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
-        "# FSDP2: fully_shard(block) for each block, then\n"
+        "# With FSDP2, call fully_shard(block) for each block, then:\n"
         "block.set_modules_to_forward_prefetch([next_block])\n\n"
         "# your own collectives\n"
         f"{NO_GRADIENT}work = dist.all_to_all_single(received, sent, async_op=True)\n"
@@ -134,7 +135,8 @@ class ExposedCommunication(Rule):
             "buckets of 25 to 100 MB, as long as no work after backward needs all gradients early. "
             "Accumulate gradients over micro-batches under no_sync(). Then send fewer bytes (a "
             "BF16 compression hook).",
-            "code": "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
+            "code": "# keep your other arguments\n"
+            "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
             "# fewer bytes\n"
             "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks\n"
             "model.register_comm_hook(None, default_hooks.bf16_compress_hook)",
@@ -234,7 +236,7 @@ class ExposedCommunication(Rule):
             "verify": "Record again: less time in collectives, and a shorter step.",
             "confidence": 0.5,
             "assumptions": (
-                "the computation leaves CPU cores free for gloo's threads",
+                "some CPU cores are free for gloo's threads",
                 "independent compute is left that can run during the communication",
             ),
         },
@@ -616,10 +618,12 @@ CLAUSES = {
 KNOWN_TO_AUTOGRAD = r"(?i)bwd|backward|^## alltoall_fwd_single ##$"
 """Ranges around all-to-alls of a backward pass, and around those of torchrec's own functions."""
 BACKWARD_CODE = """\
-work = alltoall_pooled(...)             # of torchrec: autograd knows it
-dense = bottom_mlp(dense_features)      # needs none of it
+# torchrec's function, which autograd can differentiate
+work = alltoall_pooled(...)
+# The bottom MLP does not need its result, and runs meanwhile.
+dense = bottom_mlp(dense_features)
 pooled = work.wait()
-# backward, in reverse, sends gradients during bottom_mlp's"""
+# The backward pass overlaps in the same way, in reverse order."""
 EXCHANGE_PATTERNS = (
     ("embeddings", r"(?i)all2all_|kjt|embedding_?bag|split_embedding|pooled_embedding|torchrec"),
     ("experts", r"(?i)(^|[^a-z])moe|(^|[^a-z])experts?([^a-z]|$)|deep_?ep|ep_?(dispatch|combine)"),

@@ -77,6 +77,7 @@ class SmallCollectives(Rule):
         "news = torch._utils._unflatten_dense_tensors(flat, grads)\n"
         "torch._foreach_copy_(grads, news)\n\n"
         "# or\n"
+        "# keep your other arguments\n"
         "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
     )
     verify = "Profile again: fewer collectives per step, each of some MiB."
@@ -272,7 +273,10 @@ class UnbucketedGradients(Rule):
         "Let DistributedDataParallel send gradients in buckets (bucket_cap_mb), in place of a hook "
         "or a loop that reduces each parameter."
     )
-    code = "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
+    code = (
+        "# keep your other arguments\n"
+        "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
+    )
     verify = "Profile again: fewer all-reduces per step, each of some MiB."
     falsified_by = SmallCollectives.falsified_by
     confidence = 0.7

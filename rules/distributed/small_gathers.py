@@ -82,6 +82,7 @@ class SmallGathers(Rule):
         "# FSDP1\n"
         "policy = functools.partial(size_based_auto_wrap_policy,\n"
         "                           min_num_params=100_000_000)\n"
+        "# keep your other arguments\n"
         "model = FSDP(model, auto_wrap_policy=policy)"
     )
     verify = "Profile again: fewer all-gathers per step, each of more bytes."

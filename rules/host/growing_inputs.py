@@ -66,9 +66,9 @@ class GrowingInputs(Rule):
         "metric.update(scores.detach(), labels)      # in each step\n"
         "if (step + 1) % 500 == 0:\n"
         '    log("auroc", metric.compute())          # not in each step\n'
-        "# torchmetrics with bins, whose cost does not grow:\n"
+        "# With bins, the cost of a metric of torchmetrics does not grow:\n"
         "# BinaryAUROC(thresholds=200)\n"
-        "# a mean: total += loss.detach(); mean = total / (step + 1)"
+        "# For a mean, keep a sum and a count."
     )
     verify = "Record a longer run: late steps take as long as early ones."
     falsified_by = "late steps of a longer run that take as long as early ones"

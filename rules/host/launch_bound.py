@@ -166,6 +166,7 @@ class LaunchBound(Rule):
             "learning rate.",
             "code": "{code}\n\n"
             "# or twice the batch, for throughput, with a different learning rate\n"
+            "# keep your other arguments\n"
             "loader = DataLoader(..., batch_size=2 * batch_size)",
         },
         "sizes vary outside the dense layers": {

@@ -42,9 +42,12 @@ class ModuleHooks(Rule):
         "results as tensors and read them together, not with .item() at each layer."
     )
     code = (
+        "calls = collections.Counter()\n"
         "def hook(module, inputs, output):\n"
-        "    if step % 100 == 0:       # not in every step\n"
-        "        stats[module].append(output.detach().mean())   # .item() later"
+        "    calls[module] += 1\n"
+        "    if calls[module] % 100:\n"
+        "        return\n"
+        "    ...   # what the hook computes now"
     )
     cases = {
         "callback": {
@@ -52,8 +55,10 @@ class ModuleHooks(Rule):
             "fix": "Compute in the callback only every N steps, as often as its values are kept. "
             "Keep results as tensors and read them together, not with .item() one by one.",
             "code": "def on_before_optimizer_step(self, trainer, module, optimizer):\n"
-            "    if trainer.global_step % 50:  # Transformers: state.global_step\n"
-            "        return                    # nobody keeps the values of this step",
+            "    # In Transformers, the count is state.global_step.\n"
+            "    if trainer.global_step % 50:\n"
+            "        return\n"
+            "    ...   # what the callback computes now",
             "assumptions": ("the callback only observes: training does not need it",),
         }
     }

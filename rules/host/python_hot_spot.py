@@ -433,6 +433,7 @@ class CpuBeforeFirstKernel(Rule):
     code = (
         "def collate(samples):            # runs in a worker, one step ahead\n"
         "    return prepare(torch.utils.data.default_collate(samples))\n"
+        "# keep your other arguments\n"
         "loader = DataLoader(..., collate_fn=collate, num_workers={workers},\n"
         "                    persistent_workers=True, pin_memory=True)"
     )

@@ -78,16 +78,19 @@ class SampledHotSpot(Rule):
     min_gain_share = Threshold(0.5, "of the time is gained at least; some has to stay", CHOSEN)
 
     fix = (
-        "Do the work of {line} on the GPU, on the whole batch, with operators on tensors (torch "
-        "instead of NumPy and PIL). Or do it {elsewhere}, while the GPU works on the previous "
-        "batch."
+        "Do the work of {line} on the GPU, on the whole batch, with torch operators (instead "
+        "of NumPy or PIL, if it uses them). Or do it {elsewhere}, while the GPU works on the "
+        "previous batch."
     )
     code = (
-        "# NumPy -> torch on the GPU, on the whole batch\n"
-        "torch.randint(n, (count,), device=device)  # choice, which may repeat\n"
-        "torch.randperm(n, device=device)[:count]   # replace=False, permutation\n"
-        "x.clamp(a, b), x.sort(), x.unique()        # clip, sort, unique\n"
-        "total.index_add_(0, index, values)         # np.add.at"
+        "# instead of np.random.choice(n, count)\n"
+        "torch.randint(n, (count,), device=device)\n"
+        "# instead of np.random.permutation(n)[:count]\n"
+        "torch.randperm(n, device=device)[:count]\n"
+        "# instead of np.clip, np.sort and np.unique\n"
+        "x.clamp(a, b), x.sort(), x.unique()\n"
+        "# instead of np.add.at(total, index, values)\n"
+        "total.index_add_(0, index, values)"
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "images": {

@@ -378,7 +378,8 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             "assumptions": ("the run has several epochs, and the prepared table fits in memory",),
         },
         "batches made by the Dataset": {
-            "code": "loader = DataLoader(dataset, batch_size=None, sampler=sampler,\n"
+            "code": "# keep your other arguments\n"
+            "loader = DataLoader(dataset, batch_size=None, sampler=sampler,\n"
             "                    num_workers={workers}, persistent_workers=True)"
         },
         "Hugging Face's Trainer": {

@@ -114,7 +114,7 @@ class LoaderWorkers(LoadingRule):
         "too many": {
             "title": "More DataLoader workers than the cores can run",
             "fix": "Use about {workers}.",
-            "code": "loader = DataLoader(..., num_workers={best})",
+            "code": "# keep your other arguments\nloader = DataLoader(..., num_workers={best})",
             "verify": "Record again with both settings and compare the median step.",
             "confidence": 0.6,
             "falsified_by": "a step that is no shorter with fewer workers",

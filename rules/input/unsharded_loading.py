@@ -76,7 +76,7 @@ class UnshardedLoading(Rule):
     )
     code = (
         "sampler = DistributedSampler(dataset)  # set_epoch(epoch) in each epoch\n"
-        "# plus your other arguments\n"
+        "# keep your other arguments\n"
         "per_rank = batch_size // world_size\n"
         "loader = DataLoader(dataset, per_rank, sampler=sampler)\n"
         "# in a batch sampler of your own:\n"

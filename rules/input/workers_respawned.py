@@ -65,6 +65,7 @@ class WorkersRespawned(Rule):
     )
     code = (
         "# once, before the loop over epochs\n"
+        "# keep your other arguments\n"
         "loader = DataLoader(..., num_workers=2, persistent_workers=True)"
     )
     verify = "Record two epochs: the first step of the second takes as long as the others."

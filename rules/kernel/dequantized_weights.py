@@ -45,6 +45,7 @@ class DequantizedWeights(Rule):
     )
     code = (
         "# in place of load_in_4bit or load_in_8bit\n"
+        "# keep your other arguments\n"
         "model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16)"
     )
     inference = {

@@ -278,10 +278,14 @@ class HandwrittenOperator(Rule):
         names = t.list_names([pattern.name for pattern in patterns])
         verb = "takes" if len(patterns) == 1 else "take"
         fix, code = self._write_replacement(a, patterns)
+        is_of_library = bool(_liger_code(a, patterns)) or all(
+            bool(each.library) and runs_code_of(a, each.library) for each in patterns
+        )
+        code_name = "The transformers library's" if is_of_library else "Hand-written"
         yield Finding(
-            title=_write_title(patterns),
+            title=_write_title(patterns, "in transformers" if is_of_library else ""),
             summary=(
-                f"Hand-written {names} {verb} {share:.0%} of kernel time as separate pointwise "
+                f"{code_name} {names} {verb} {share:.0%} of kernel time as separate pointwise "
                 "kernels. Each reads and writes the whole tensor; a fused operator needs one pass."
             ),
             evidence=[
@@ -445,10 +449,13 @@ class HandwrittenOperator(Rule):
         }
 
 
-def _write_title(patterns: list[Pattern]) -> str:
+def _write_title(patterns: list[Pattern], library: str) -> str:
+    """Return the title. ``library``: where the operators come from, if not from the program."""
     others = " and others" if patterns[2:] else f" and {patterns[1].name}" if patterns[1:] else ""
     text = f"{patterns[0].name}{others}"
     verbs = ("are", "run") if patterns[1:] else ("is", "runs")
+    if library:
+        return f"{t.upper_first(text)} {library} {verbs[1]} unfused"
     return f"{t.upper_first(text)} {verbs[0]} hand-written and {verbs[1]} unfused"
 
 

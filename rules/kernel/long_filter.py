@@ -89,10 +89,12 @@ class LongFilter(Rule):
         "spectra."
     )
     code = (
-        "n = x.shape[-1] + taps.shape[-1] - 1      # at least: no value wraps around\n"
+        "# taps: the weight of conv1d, flipped: weight.flip(-1)\n"
+        "# With n values or more, no value wraps around.\n"
+        "n = x.shape[-1] + taps.shape[-1] - 1\n"
         "spectrum = torch.fft.rfft(x, n) * torch.fft.rfft(taps, n)\n"
-        "y = torch.fft.irfft(spectrum, n)[..., :x.shape[-1]]\n"
-        "# conv1d correlates: give it taps.flip(-1), and this code taps"
+        "# The slice stands for padding of conv1d on the left only.\n"
+        "y = torch.fft.irfft(spectrum, n)[..., :x.shape[-1]]"
     )
     verify = "Record again: the convolution is gone, and the result is the same to rounding."
     falsified_by = "filters that are short in fact: most of their taps are zero"

@@ -263,6 +263,7 @@ class SmallGrids(Rule):
     )
     code = (
         "# a larger micro-batch, and fewer accumulation steps\n"
+        "# keep your other arguments\n"
         "loader = DataLoader(..., batch_size=4 * batch_size)\n\n"
         "# many small products of one shape in one kernel\n"
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))"
@@ -278,6 +279,7 @@ class SmallGrids(Rule):
         "product, several small tensors in one foreach call. Or run independent branches on their "
         "own streams.",
         "code": "# a larger batch\n"
+        "# keep your other arguments\n"
         "loader = DataLoader(..., batch_size=4 * batch_size)\n\n"
         "# many small products of one shape in one kernel\n"
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))",

@@ -316,7 +316,8 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "fix": "Pin in the thread of a DataLoader with workers (pin_memory=True), or pin data "
             "that stays the same once, before the loop. A pinned buffer that the loop fills would "
             "save little: {copied:.0%} of pin_memory() is the copy.",
-            "code": "loader = DataLoader(..., num_workers=2, pin_memory=True)\n"
+            "code": "# keep your other arguments\n"
+            "loader = DataLoader(..., num_workers=2, pin_memory=True)\n"
             "for batch in loader:\n"
             "    x = batch.to(device, non_blocking=True)\n\n"
             "# data that stays the same: once, before the loop\n"

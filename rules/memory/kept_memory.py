@@ -58,8 +58,11 @@ class KeptReferences(Rule):
         "instead of tensors with a graph."
     )
     code = (
-        "del output, loss              # at the end of the step\n"
-        "total += loss.detach()        # not: total += loss"
+        "total = torch.zeros((), device=device)   # once, before the loop\n"
+        "# In each step, sum the loss without its graph.\n"
+        "total += loss.detach()\n"
+        "# At the end of the step, release what the next one makes anew.\n"
+        "del output, loss"
     )
     verify = "Take a snapshot again: the peak holds nothing of earlier steps."
     falsified_by = "a state that the next step needs, such as a recurrent state"
@@ -180,7 +183,10 @@ class MemoryLeak(Rule):
         "hooks and caches that are never emptied, exceptions that hold frames. Two memory "
         "snapshots some hundred steps apart show which lines allocated it."
     )
-    code = "total += loss.detach()          # not: total += loss\n" + _TAKE_SNAPSHOT
+    code = (
+        "# total: a sum over steps. Add the loss without its graph.\n"
+        "total += loss.detach()\n" + _TAKE_SNAPSHOT
+    )
     verify = "Record as many steps again: memory at the end of a step stays the same."
     falsified_by = "a longer run in which memory settles"
     confidence = 0.8
@@ -192,8 +198,10 @@ class MemoryLeak(Rule):
             "verify": "Take a snapshot some hundred steps later: the line holds as much as now.",
             "falsified_by": "a longer history that frees the line's blocks: a queue of fixed "
             "length, or garbage that Python has yet to collect",
-            "code": "kept.append(output.detach().cpu())   # not: kept.append(output)\n"
-            "total += loss.detach()               # not: total += loss",
+            "code": "# kept: your list. Append results without their graph, on the CPU.\n"
+            "kept.append(output.detach().cpu())\n"
+            "# total: your sum. Add the loss without its graph.\n"
+            "total += loss.detach()",
             "confidence": 0.75,
         }
     }

@@ -101,6 +101,7 @@ class SingleTensorOptimizer(Rule):
         "torch._foreach_… operators or compile its step."
     )
     code = (
+        "# keep your other arguments\n"
         "optimizer = torch.optim.{optimizer}(model.parameters(), lr=lr, fused=True)\n\n"
         "# or foreach=True; remove foreach=False and differentiable=True\n\n"
         "# hand-written: torch.compile(optimizer.step)"

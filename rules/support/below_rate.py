@@ -98,6 +98,8 @@ class BelowRate(Rule):
             return  # what helps is done already
         change, rows = self._build_edit(a, slow, searched=any(cause.searched for cause in causes))
         name = f", {worst['op']} {shapes_of(a, worst['inputs'])}," if self._names_costliest else ""
+        if self._names_costliest:
+            advice["fix"] = advice["fix"].replace("around the operator", f"around {worst['op']}")
         yield Finding(
             summary=(
                 f"Slow {self._work}{self._name_other(a, slow)} take {share:.0%} of kernel time. "

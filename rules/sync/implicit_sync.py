@@ -55,7 +55,7 @@ _OPTIMIZER_CODE = r"^Optimizer\.|clip_grad|grad_scaler"
 
 _READ_LATER = (
     "if step % 100 == 0:\n"
-    "    print(running.item() / 100)   # waits once in 100 steps\n"
+    "    print(running.item() / 100)   # one wait in 100 steps\n"
     "    running.zero_()"
 )
 _KEEP_ON_GPU = (
@@ -134,7 +134,11 @@ class ImplicitSync(Rule):
     )
 
     fix = _KEEP_ON_GPU.format(what="losses and metrics")
-    code = "running += loss.detach()          # stays on the GPU\n" + _READ_LATER
+    code = (
+        "running = torch.zeros((), device=device)   # once, before the loop\n"
+        "# In each step, the sum stays on the GPU.\n"
+        "running += loss.detach()\n" + _READ_LATER
+    )
     verify = "Profile again: the GPU no longer idles after these calls."
     falsified_by = "as much GPU idle time at the same place in a run without these reads"
     assumptions = ("nothing before the next launch needs the value on the host",)
@@ -180,7 +184,9 @@ class ImplicitSync(Rule):
             }
         },
         "fix": _KEEP_ON_GPU.format(what="results"),
-        "code": "running += score.detach()         # stays on the GPU\n" + _READ_LATER,
+        "code": "running = torch.zeros((), device=device)   # once, before the loop\n"
+        "# In each pass, the sum stays on the GPU.\n"
+        "running += score.detach()\n" + _READ_LATER,
     }
     framework_advice = {
         **in_any_language(

@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 
+from advisor.core import text as t
 from advisor.core.cgroup import count_cores
 from advisor.lint.script import Hint, Script, find_keyword, hint_position, is_constant, is_method
 
@@ -75,13 +76,18 @@ def _check_arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     else:
         why = "a copy from pageable memory blocks the host"
         rule = "pageable-copies"
-    missing_notes = [f"without {', '.join(missing)}"] if missing else []
-    fixes = [
-        "Pin the memory of batches that go to a GPU."
-        if in_memory
-        else "Set num_workers by the cores that the process may use where it runs: "
-        f"{count_cores()} here, and the loop itself needs one."
-    ] * bool(missing)
+    names = [argument.partition("=")[0] for argument in missing]
+    missing_notes = [f"without {' and '.join(names)}"] if missing else []
+    advice = f"Add {' and '.join(suggested)}."
+    number = next((each for each in suggested if each.startswith("num_workers=")), "")
+    if in_memory:
+        advice = "Pin the memory of batches that go to a GPU."
+    elif number:
+        advice = (
+            f"Begin with {number}: the process may use {t.count_noun(count_cores(), 'core')} here, "
+            "and the loop needs one. A recording shows how many the step needs."
+        )
+    fixes = [advice] * bool(missing)
     build_once = ["Build the loader once, before the loop: its workers live as long as it does."]
     build_once *= bool(rebuilt_notes)
     yield Hint(

@@ -231,7 +231,8 @@ class CpuContention(SharedCoresRule):
             summary=(
                 f"The main thread has work but no core for {t.format_duration(wait)} of each step "
                 f"({waited:.0%}), while other programs use {others:.1f} of the machine's "
-                f"{t.count_noun(total, 'core')}."
+                f"{t.count_noun(total, 'core')}. Shared cores also run slower, which the gain "
+                "includes."
             ),
             evidence=[
                 self.compare("main thread without a core", waited, "min_wait"),

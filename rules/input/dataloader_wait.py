@@ -335,9 +335,9 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
     )
 
     fix = (
-        "Set num_workers={workers} to load in worker processes: the step needs {needed} on "
-        "average, and slower batches need more. If the whole dataset fits in memory, index tensors "
-        "one batch at a time{on_gpu}."
+        "Set num_workers={workers} to load in worker processes: on average {needed} would be "
+        "enough{spare}. If the whole dataset fits in memory, index tensors one batch at a "
+        "time{on_gpu}."
     )
     code = (
         "# keep your other arguments\n"
@@ -402,8 +402,8 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         hot_line = samples.other_line if moved_share < 1 else None
         exposed = moved_share * waits.exposed
         calls = find_loading_calls(a, waits)
-        other_ns = a.step_ns - exposed / a.step_count
-        needed = workers_needed(moved_share * waits.total / a.step_count, other_ns)
+        moved_ns = moved_share * waits.total / a.step_count
+        needed = workers_needed(moved_ns, a.step_ns - exposed / a.step_count)
         cores = None if a.record is None else a.record.rank.cpus
         workers = min(needed + 1, self.max_workers if cores is None else max(1, cores))
         fix, code = self.fix, self.code
@@ -424,6 +424,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             "fix": fix.format(
                 needed=needed,
                 workers=workers,
+                spare=", and one more covers slow batches" * (workers > needed),
                 batch=t.format_duration(batch),
                 loading=f"{t.format_share(share)} {t.format_of(a.per)}",
                 prepare="decode and resize" if is_image_data else "prepare it",
@@ -438,11 +439,8 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         }
         table = table_of_dataset(a)
         if table is not None:
-            left = (
-                self.remaining_table_share,
-                self.best_remaining_table_share,
-                self.worst_remaining_table_share,
-            )
+            left = (self.remaining_table_share, self.best_remaining_table_share,
+                    self.worst_remaining_table_share)  # fmt: skip
             texts = self.case("a table in memory", function=table)
             select = Select(on="host", name=SINGLE_PROCESS)
             texts["edits"] = [scale_edit(select, *(1 - moved_share * (1 - x) for x in left))]
@@ -456,6 +454,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
                 f"{of_step(a, exposed)}."
                 + (calls.summary if use is None else use.sentence("the loading"))
                 + " Its sampler is not counted: it stays in this process." * (moved_share < 1)
+                + _warn_of_busy_cores(a)
             ),
             evidence=[
                 amount_per_step(a, "exposed loading", exposed),
@@ -625,6 +624,15 @@ def _add_stacks(b: TraceBuilder) -> None:
     run.steps(60, 10, data=5, forward=5)
     stacks = [[40, [0, 1, 2, 3]], [20, [0, 1, 4]]]
     run.event("stacks", frames=frames, stacks=stacks)
+
+
+def _warn_of_busy_cores(a: Analysis) -> str:
+    """Say that no core is free for workers. Empty if one is, or if it is unknown."""
+    cores = None if a.record is None else a.record.rank.cpus
+    free = None if a.recorded is None else a.recorded.free_cores
+    if cores is None or free is None or free >= 1:
+        return ""
+    return f" {cores - free:.1f} of {t.count_noun(cores, 'core')} are busy: workers share them."
 
 
 def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:

@@ -163,6 +163,7 @@ def test_cores_of_other_programs_are_not_the_trainings_own() -> None:
     (finding,) = [f for f in SingleProcessLoader().check(a) if isinstance(f, Finding)]
     assert "keeps 0.6 busy, other programs 1.4" in finding.assumptions[0]
     assert "computes on all cores" not in finding.fix
+    assert "2.0 of 2 cores are busy: workers share them." in finding.summary
 
 
 def _busy_loader(below: str, batch_size: int | None, beside: str = "train.py(12): crop") -> str:

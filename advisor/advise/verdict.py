@@ -107,6 +107,8 @@ def write_verdict(
         text += _name_largest_operator(report, a)
     if status == "bottlenecks":
         text += _name_larger_note(report, text)
+    else:
+        text += _name_facts_besides_findings(report, rules, text)
     if (slow := _describe_slow_steps(report)) and slow not in text:
         text += f" {slow}"
     if leak := _warn_of_memory_growth(report, roles):
@@ -125,6 +127,32 @@ def write_verdict(
     if not crash:
         return status, text
     return "limited" if status == "healthy" else status, f"{crash} {text}"
+
+
+def _name_facts_besides_findings(report: Report, rules: Sequence[Rule], text: str) -> str:
+    """Name a risk and long pauses in a verdict that leads with no fix, unless ``text`` does."""
+    roles = {rule.id: rule.verdict_role for rule in rules}
+    titles = [risk.title for risk in report.risks if roles.get(risk.rule) not in _ROLES_OF_OWN]
+    result, pauses = "", _describe_pauses(report)
+    if titles and titles[0].lower() not in text.lower():
+        result += f" First: {_lower_title(titles[0])}."
+    names_pauses = any(roles.get(risk.rule) == BETWEEN_STEPS for risk in report.risks)
+    if pauses and pauses not in text and not names_pauses:
+        result += f" {pauses}"
+    return result
+
+
+BETWEEN_STEPS: VerdictRole = "time between steps"
+_ROLES_OF_OWN: tuple[VerdictRole, ...] = ("memory growth", BETWEEN_STEPS)
+"""Roles of risks that every verdict names in sentences of their own."""
+
+
+def _describe_pauses(report: Report) -> str:
+    """Say how much of the run is in pauses between steps. Empty if that is little."""
+    share = None if report.recorded is None else report.recorded.outside_share
+    if share is None or share < MIN_PAUSE_SHARE:
+        return ""
+    return f"Pauses between steps take {t.format_share(share)} of the time after the first step."
 
 
 def _describe_all_fixes(report: Report, status: str) -> str:
@@ -224,13 +252,13 @@ def _write_main_verdict(
         lead = _name_first_finding(report, part=bool(part_of_step(a)))
         return "bottlenecks", f"{text}. {lead}.{_explain_idle(report, a)}"
     small = _name_largest_gain(report)
+    profile = " Profile kernels with hardware counters." * bool(report.profile_kernels)
     if busy_share >= HEALTHY_BUSY_SHARE and (reason := _explain_not_healthy(report, a)):
-        return "limited", f"{text}. No fix is certain to help. {reason}.{small}"
+        profile *= bool(_name_slow_family(report))
+        return "limited", f"{text}. No fix is certain to help. {reason}.{profile}{small}"
     if busy_share >= HEALTHY_BUSY_SHARE:
         rates, near = _compare_with_rates(report)
         if not near:
-            profile = " Profile kernels with hardware counters."
-            profile *= bool(report.profile_kernels)
             left = "Its time is in kernels, not in waits."
             return "limited", f"{text}. {left}{rates}{profile}{small}"
         return "healthy", f"Healthy: the GPU is {busy_of}. No bottleneck stands out.{rates}{small}"
@@ -330,8 +358,11 @@ def _write_host_verdict(
     does longest. ``of_step``: for example ``a 131 ms step``."""
     top = report.host[0] if report.host else None
     if top is None:
-        source = "run" if report.scope.step_source == "record" else "trace"
-        return "limited", f"Nothing in this {source} can be measured."
+        if report.scope.step_source == "record":
+            more = "Record more steps, and end each iteration with advisor.step()."
+            return "limited", f"Nothing in this run can be measured. {more}"
+        more = record_whole_steps(a.trace.meta)
+        return "limited", f"Nothing in this trace can be measured. {more}"
     meta = a.trace.meta
     why = "No GPU work was recorded."
     action = record_gpu_work(meta)
@@ -426,11 +457,10 @@ def _list_host_facts(report: Report, a: Analysis, rules: Sequence[Rule]) -> dict
     are the checks that the facts belong to, or names of their own."""
     facts: dict[str, str] = {}
     by_id = {rule.id: rule for rule in rules}
-    said = {"memory growth", "time between steps"}  # by the verdict in any case
-    roles = {by_id[each.rule].verdict_role for each in report.risks if each.rule in by_id} & said
+    roles = {by_id[each.rule].verdict_role for each in report.risks if each.rule in by_id}
     for risk in report.risks:
         rule = by_id.get(risk.rule)
-        if rule is not None and rule.verdict_role in said:
+        if rule is not None and rule.verdict_role in _ROLES_OF_OWN:
             continue
         if rule is not None and rule.host_check == "slow steps":
             facts["slow steps"] = f"{risk.title}."
@@ -442,11 +472,8 @@ def _list_host_facts(report: Report, a: Analysis, rules: Sequence[Rule]) -> dict
     if slow:
         facts["slow steps"] = f"{facts.get('slow steps', '')} {slow}".strip()
         facts["slow steps"] += f" {_ON_IDLE_MACHINE}" * (not phase)
-    share = None if report.recorded is None else report.recorded.outside_share
-    if share is not None and share >= MIN_PAUSE_SHARE and "time between steps" not in roles:
-        facts["pauses"] = (
-            f"Pauses between steps take {t.format_share(share)} of the time after the first step."
-        )
+    if (pauses := _describe_pauses(report)) and BETWEEN_STEPS not in roles:
+        facts["pauses"] = pauses
     if phase:
         facts["loading data" if phase.startswith("Loading") else "the loop's own code"] = phase
     return facts
@@ -502,7 +529,7 @@ def _name_waiting_phase(report: Report) -> str:
     has_stacks = any(each.with_stack for each in report.inputs)
     return (
         f"{t.upper_first(name_phase(waiting.name))} takes {t.format_share(waiting.share)} of the "
-        "run's steps." + f" Record with {RECORD_DEEP} to see why." * (not has_stacks)
+        "run's steps." + f" Run {RECORD_DEEP} to see why." * (not has_stacks)
     )
 
 

@@ -131,3 +131,23 @@ def test_growth_of_memory_in_the_verdict_is_explained_below() -> None:
     text = " ".join(REPORTS.render("terminal", report).split())
     assert "out of memory in 4,030 steps" in report.verdict
     assert "grew by 1.25 GiB in 230 steps, 5.59 MiB per step" in text
+
+
+def test_a_busy_gpu_with_evaluation_graphs_is_told_of_them(tmp_path: Path) -> None:
+    """The GPU is busy and has no fix; the pauses take a sixth of the run."""
+    b = TraceBuilder()
+    for _ in range(6):
+        with b.step():
+            b.product(9_800, wait=True)
+            b.host(200)
+    r = RecordBuilder()
+    for number in range(60):
+        pause = 20.0 if number % 10 == 9 else 0.0
+        r.step(10, forward=4, backward=6, evaluation=pause)
+    r.event("end", steps=60, reason="finished")
+    folder = tmp_path / "run"
+    write_run(folder, {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    report = engine.analyze(folder, OPTIONS)
+    assert report.status != "bottlenecks" and report.verdict.startswith("GPU busy 9")
+    assert report.verdict.endswith("Pauses between steps take 17% of the time after the first step.")

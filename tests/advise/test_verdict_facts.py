@@ -150,4 +150,5 @@ def test_a_busy_gpu_with_evaluation_graphs_is_told_of_them(tmp_path: Path) -> No
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
     report = engine.analyze(folder, OPTIONS)
     assert report.status != "bottlenecks" and report.verdict.startswith("GPU busy 9")
-    assert report.verdict.endswith("Pauses between steps take 17% of the time after the first step.")
+    pauses = "Pauses between steps take 17% of the time after the first step."
+    assert report.verdict.endswith(pauses)

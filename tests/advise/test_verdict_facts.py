@@ -133,7 +133,7 @@ def test_growth_of_memory_in_the_verdict_is_explained_below() -> None:
     assert "grew by 1.25 GiB in 230 steps, 5.59 MiB per step" in text
 
 
-def test_a_busy_gpu_with_evaluation_graphs_is_told_of_them(tmp_path: Path) -> None:
+def test_pauses_beside_a_busy_gpu_are_in_the_verdict(tmp_path: Path) -> None:
     """The GPU is busy and has no fix; the pauses take a sixth of the run."""
     b = TraceBuilder()
     for _ in range(6):

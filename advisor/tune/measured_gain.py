@@ -239,8 +239,8 @@ def _check_run(
     if safety == "precision" or changes_random_numbers or (safety == "exact" and not repeats):
         result = _check_ranges(before, after)
         if safety != "precision" and result.passed:
-            reason = "other random numbers" if repeats else "as its own runs"
-            return LossCheck(True, f"{result.text} ({reason})")
+            reason = "it draws other random numbers" if repeats else "as its own runs differ"
+            return LossCheck(True, f"{result.text}; {reason}")
         return result
     epsilon = EPSILONS.get(before.loss_dtype, EPSILONS["float32"])
     early = _max_gap(a[:FIRST_LOSSES], b[:FIRST_LOSSES])
@@ -300,13 +300,12 @@ def _check_ranges(before: TrialResult, after: TrialResult) -> LossCheck:
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / max(1, count - 1) / count)
     allowed = MAX_LOSS_DIFFERENCE + MAX_STANDARD_ERRORS * spread / scale
     share = abs(mean) / scale
+    text = f"mean loss {t.format_share_change(mean / scale)} over {count} steps"
     if share > allowed:
-        return LossCheck(
-            False, f"loss {t.format_share_change(mean / scale)} over {count}, above {allowed:.1%}"
-        )
+        return LossCheck(False, f"{text}, above {allowed:.1%}")
     norms = [(x, y) for x, y in _pair_finite(before.norms, after.norms) if x > 0]
     if norms:
         factor = math.exp(sum(math.log(max(y, 1e-30) / x) for x, y in norms) / len(norms))
         if not 1 / (1 + MAX_NORM_DIFFERENCE) <= factor <= 1 + MAX_NORM_DIFFERENCE:
             return LossCheck(False, f"gradient norms ×{factor:.2g}")
-    return LossCheck(True, f"loss {t.format_share_change(mean / scale)} over {count}")
+    return LossCheck(True, text)

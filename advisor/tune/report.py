@@ -164,7 +164,13 @@ def write_headline(report: TrialReport) -> str:
                 f"{note}{best.name}: a sample takes {saving}. "
                 "This is another training: check what it does to the schedule."
             )
-        return f"{note}No gain is shown in {t.count_noun(count, 'trial')}."
+        text = f"{note}No gain is shown in {t.count_noun(count, 'trial')}."
+        if unclear := sum(trial.outcome == "unclear" for trial in report.trials):
+            text += (
+                f" The runs of {'it' if count == unclear == 1 else unclear} differ too much to "
+                "tell: try again on a machine without other programs, or with a larger --budget."
+            )
+        return text
     names = t.list_names(map(str, joint.knob_settings))
     gain = f"-{t.format_share(joint.gain)}, {format_interval(joint.gain_low, joint.gain_high)}"
     return (

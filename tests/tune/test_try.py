@@ -222,4 +222,8 @@ def test_invalid_budget_is_one_line_error(text: str) -> None:
 def test_trial_without_a_winner_is_reported() -> None:
     trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered")
     assert write_headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
+    trial.outcome = "unclear"
+    headline = write_headline(TrialReport(trials=[trial, Trial(rule="r", knob_setting=KnobSetting(
+        "threads", 1), title="", safety="reordered")]))  # fmt: skip
+    assert "The runs of 1 differ too much to tell" in headline and "--budget" in headline
     assert write_headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."

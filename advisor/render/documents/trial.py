@@ -82,7 +82,9 @@ def _build_card(trial: Trial) -> Card:
         for size, where in ((trial.device_bytes, "device"), (trial.host_bytes, "host"))
         if size is not None
     ]
-    checked = f"{trial.losses} ({trial.safety})" if trial.losses and not trial.why else ""
+    checked = "" if trial.why else trial.losses
+    if checked and trial.safety != "exact":
+        checked += f" ({trial.safety})"
     fields = [
         TextField("fixes", [trial.rule]),
         TextField("changes", [f"by the sample; {trial.schedule}" if trial.schedule else ""]),

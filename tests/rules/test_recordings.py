@@ -77,6 +77,7 @@ CASES = {
     "page_faults": "page-faults",
     "confusion": "mostly-zero-operand",
     "transcribe": "dropped-positions",
+    "static_cache": "unfilled-cache",
     "memory_bank": "slow-operator-arguments",
 }
 
@@ -123,6 +124,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "rank_evaluation",
             "reverb",
             "second_forward",
+            "static_cache",
         ),
         *("single_tensor", "slices", "sliding_window", "table_in_forward", "unfrozen"),
         "unsharded",

@@ -18,6 +18,7 @@ from advisor.render.formats import PREDICTIONS
 if TYPE_CHECKING:
     from advisor.core.finding import Edit
     from advisor.core.trace import Run
+    from advisor.measure import Analysis
     from advisor.render.document import Document
     from advisor.replay.result import WhatIfResult
 
@@ -132,7 +133,10 @@ def command(
         )  # fmt: skip
         document = replace(documents.build_mesh(result), data={"schema": 1, **result._asdict()})
     elif not edits:
-        raise _make_no_edit_error(path, run, options)
+        if format_name is not None or output is not None:
+            raise AdvisorError(f"no edit is given; advisor whatif {shlex.quote(path)} lists some")
+        out.show(_list_edits(path, run, options))
+        return
     else:
         document = _replay_edits(run, edit, edits, options)
     show_details = details or precision is not None or mesh is not None
@@ -157,31 +161,46 @@ def _replay_edits(run: Run, lines: list[str], edits: list[Edit], options: o.Opti
     return replace(documents.build(result, lines), data=data)
 
 
-def _make_no_edit_error(path: str, run: Run, options: o.Options) -> AdvisorError:
-    """Return the error for a call without edits, with the longest targets of the trace, and the
+def _list_edits(path: str, run: Run, options: o.Options) -> str:
+    """Return the longest targets of the trace, with the report's names of idle causes, and the
     edits of its findings to paste."""
     from advisor.advise.engine import examine
     from advisor.advise.finding_text import ranked_findings
     from advisor.core.labels import clean
-    from advisor.core.text import format_duration
+    from advisor.core.text import format_duration, idle_label
     from advisor.replay.edit_language import write_edit
     from advisor.replay.selection import largest_targets
 
     examined = examine(run, options)
     targets, steps = largest_targets(examined.main, MAX_TARGETS), examined.main.step_count
+    framework = examined.report.scope.framework
+    causes = {f"gap:{part.cause}": idle_label(part, framework) for part in examined.report.idle}
     edit_lines: list[str] = []
     for finding in ranked_findings(examined.report):
-        edits = " ".join(_quote_edit(write_edit(edit)) for edit in finding.edits)
+        lines = [_shorten_edit(write_edit(edit), examined.main) for edit in finding.edits]
+        edits = " ".join(map(_quote_edit, lines))
         if edits and len(edits) <= MAX_EDITS_LENGTH:
             edit_lines += [f"{finding.priority:>2}  {finding.title}", f"    {edits}"]
-    lines = [f"    {name:<28} {format_duration(ns / steps)}" for name, ns in targets]
+    target_lines = [
+        f"    {name:<28} {format_duration(ns / steps):<9} {causes.get(name, '')}".rstrip()
+        for name, ns in targets
+    ]
     example = f"'remove {targets[0][0]}'" if targets else EXAMPLE_EDIT
-    error = AdvisorError(f"no edit is given, such as advisor whatif {shlex.quote(path)} {example}")
+    result = [f"Give an edit, such as: advisor whatif {shlex.quote(path)} {example}"]
     titles = ("Targets of this trace, per step:", "What this trace's fixes change, to paste:")
-    for title, notes in zip(titles, (lines, edit_lines), strict=True):
-        for line in [title, *notes] if notes else []:
-            error.add_note(clean(line))
-    return error
+    for title, listed in zip(titles, (target_lines, edit_lines), strict=True):
+        result += ["", title, *listed] if listed else []
+    return "".join(f"{clean(line)}\n" for line in result)
+
+
+def _shorten_edit(line: str, a: Analysis) -> str:
+    """Leave out the pattern of a loader if all waits for loaders are selected without it."""
+    from advisor.replay.edit_language import parse_edit
+    from advisor.replay.selection import selected_host
+
+    short = re.sub(r"'loader:[^']*'|\bloader:\S+", "loader", line)
+    selected = [selected_host(a, parse_edit(each).select) for each in dict.fromkeys((line, short))]
+    return short if (selected[0] == selected[-1]).all() else line
 
 
 def _quote_edit(line: str) -> str:

@@ -27,6 +27,7 @@ def advisor(
 ) -> Callable[..., CommandResult]:
     """``advisor("analyze", path)``: the command line in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)  # it wraps long errors
 
     def run(*arguments: object) -> CommandResult:
         capsys.readouterr()

@@ -513,14 +513,19 @@ def test_truncated_file_fails_the_gate(advisor: Run) -> None:
 
 def test_whatif_without_an_edit_offers_edits_of_findings(advisor: Run, slow_trace: Path) -> None:
     code, out, err = advisor("whatif", slow_trace)
-    assert (code, out) == (2, "") and "no edit is given, such as advisor whatif" in err
-    _, heading, target, *_, title, edits = err.splitlines()
+    assert (code, err) == (0, "")
+    first, _, heading, target, *rest = out.splitlines()
+    title, edits = rest[-2:]
+    assert first.startswith("Give an edit, such as: ") and first.endswith("'remove gap:loader'")
     assert heading == "Targets of this trace, per step:"
-    assert target.split() == ["gap:loader", "10", "ms"]  # by hand: each step waits 10 ms
-    assert "'remove gap:loader'" in err.splitlines()[0]
+    # by hand: each step waits 10 ms; with the report's name of the cause
+    assert target.split() == ["gap:loader", "10", "ms", "data", "loader"]
+    assert '    "parallelize loader 8"' in rest  # all waits, without their pattern
     assert re.match(r" ?\d+  [A-Z]", title)
     pasted = shlex.split(edits)
     assert advisor("whatif", slow_trace, *pasted)[0] == 0
+    code, out, err = advisor("whatif", slow_trace, "--format", "json")
+    assert (code, out) == (2, "") and "no edit is given" in err
 
 
 def test_whatif_takes_an_edit_without_quotes(advisor: Run, slow_trace: Path) -> None:

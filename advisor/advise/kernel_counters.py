@@ -166,11 +166,11 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         verb = "is" if parts[0].startswith("1 ") else "are"
         parts[0] = parts[0].replace(" by ", f" {verb} limited by ", 1)
         unlimited = len(views) - sum(limits.values())
-        parts += [f"for {unlimited} the limit was not collected"] if unlimited else []
         if len(limits) == 1 and not unlimited:
             subject = "all are" if len(views) > 1 else "it is"
             parts = [f"{subject} limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
+        text += f". For {unlimited} the limit was not collected" * bool(unlimited)
     if left_out:
         verb = "is" if left_out == 1 else "are"
         text += f". {t.count_noun(left_out, 'kernel')} of the runtime {verb} not counted"

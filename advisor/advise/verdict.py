@@ -926,15 +926,15 @@ def _compare_with_rates(report: Report) -> tuple[str, bool]:
     if total_lost < MIN_LEFT_SHARE * report.step_ns:
         return "", True
     parts = [
-        f"{t.format_duration(ns)} in {family} kernels (at {t.format_share(1 - ns / times[family])} "
-        "of such a rate)"
+        f"{family} kernels lose {t.format_duration(ns)} of it, at "
+        f"{t.format_share(1 - ns / times[family])} of such a rate"
         for family, ns in sorted(lost.items(), key=lambda item: -item[1])[:2]
         if ns >= MIN_FAMILY_SHARE * total_lost
     ]
     return (
         " At the rates that this GPU reaches in benchmarks, its kernels would save "
-        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}): "
-        f"{', '.join(parts)}."
+        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)})."
+        + "".join(f" {t.upper_first(part)}." for part in parts)
     ), total_lost < MAX_HEALTHY_LEFT_SHARE * report.step_ns
 
 

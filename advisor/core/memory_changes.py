@@ -34,8 +34,9 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
     },
     "references": {
         "fix": "Release the outputs of the previous step (del, detach)",
-        "code": "del output, loss              # at the end of the step\n"
-        "total += loss.detach()        # not: total += loss",
+        "code": "# total is a sum of losses: add each without its graph.\n"
+        "total += loss.detach()\n"
+        "del output, loss   # at the end of the step",
     },
     "set_to_none": {
         "fix": "Set gradients to None before the forward pass",
@@ -90,7 +91,8 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
     },
     "half the batch": {
         "fix": "Halve the micro-batch and accumulate gradients",
-        "code": "loader = DataLoader(..., batch_size=batch_size // 2)\n"
+        "code": "# keep your other arguments\n"
+        "loader = DataLoader(..., batch_size=batch_size // 2)\n"
         "for step, (batch, target) in enumerate(loader, 1):\n"
         "    loss = loss_function(model(batch), target) / 2\n"
         "    loss.backward()                   # adds to the gradients of the first half\n"
@@ -122,7 +124,7 @@ CHANGES_OF_INFERENCE: Mapping[str, Mapping[str, str]] = {
 CHANGES_OF_UNKNOWN: Mapping[str, Mapping[str, str]] = {
     "half the batch": {
         "fix": "Halve the batch; if the program trains, accumulate gradients over two",
-        "code": "loader = DataLoader(..., batch_size=batch_size // 2)",
+        "code": "# keep your other arguments\nloader = DataLoader(..., batch_size=batch_size // 2)",
     }
 }
 """Texts if it is unknown whether the program trains, if they differ."""

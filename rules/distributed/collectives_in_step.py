@@ -150,7 +150,9 @@ class CollectivesInStep(Rule):
             "fix": "Compute the metric's counts on each rank, and all-reduce these few numbers "
             "every N steps. Gather whole tensors only where the metric needs all of them at once, "
             "and at evaluation.",
-            "code": "hits += (logits.argmax(1) == target).sum()   # on each rank\n"
+            "code": "hits = torch.zeros((), device=device)   # once, before the loop\n"
+            "# In each step, each rank counts its own.\n"
+            "hits += (logits.argmax(1) == target).sum()\n"
             "if step % 100 == 99:\n"
             "    dist.all_reduce(hits)",
         },

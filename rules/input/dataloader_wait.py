@@ -149,6 +149,7 @@ class DataLoaderWait(LoaderWaitRule):
     )
     code = (
         "cores = len(os.sched_getaffinity(0)) // local_world_size\n"
+        "# keep your other arguments\n"
         "loader = DataLoader(..., num_workers=max(1, cores - 1),\n"
         "                    prefetch_factor=4, persistent_workers=True)"
     )

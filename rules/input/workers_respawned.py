@@ -240,6 +240,7 @@ class PrefetchStarved(Rule):
     confidence = 0.65
 
     code = (
+        "# keep your other arguments\n"
         "loader = DataLoader(..., num_workers={workers},\n"
         "                    prefetch_factor={twice}, persistent_workers=True)"
     )

@@ -126,7 +126,8 @@ class MostlyZeroOperand(Rule):
         "counted pairs": {
             "title": "Pairs are counted by a product of one-hot vectors",
             "fix": "Count the pairs by their index: one number for each pair of classes.",
-            "code": "pairs = target * classes + prediction   # integers\n"
+            "code": "# matrix: the sums so far; target and prediction: integers\n"
+            "pairs = target * classes + prediction\n"
             "counts = torch.bincount(pairs, minlength=classes**2)\n"
             "matrix += counts.view(classes, classes)",
         },

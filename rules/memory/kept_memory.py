@@ -198,9 +198,8 @@ class MemoryLeak(Rule):
             "verify": "Take a snapshot some hundred steps later: the line holds as much as now.",
             "falsified_by": "a longer history that frees the line's blocks: a queue of fixed "
             "length, or garbage that Python has yet to collect",
-            "code": "# kept: your list. Append results without their graph, on the CPU.\n"
+            "code": "# kept is a list and total a sum: keep results without graphs.\n"
             "kept.append(output.detach().cpu())\n"
-            "# total: your sum. Add the loss without its graph.\n"
             "total += loss.detach()",
             "confidence": 0.75,
         }

@@ -42,6 +42,8 @@ NEVER = {
     "a step without length": r"\b(Step|step of|a) 0 (ms|s|µs|ns)\b",
     "a value that is none": r"(?<!or )\b(None|nan|inf)\b(?! ?[,)=])",
     "one of many": r"(?<![\d.,])1 (fixes|findings|checks|limits|steps|launches|waits)\b",
+    "a sentence that needs two readings": r"between its first and its last work|which pay from|"
+    r"queued kernels do not run|none alone|confidence in the cause|[Nn]o fix is known for",
     "a limit of nothing": r"limited by [^.]* and [^.]*\((<1|0|1|2|3|4)%\)",
 }
 

@@ -115,3 +115,14 @@ def test_energy_over_power_is_a_step(text: str) -> None:
         seconds = float(energy[1]) / float(energy[2])
         assert seconds * 1e9 == pytest.approx(_parse(energy[3], energy[4]), rel=0.02)
     assert step or not energy
+
+
+def test_no_table_has_a_column_of_dashes(text: str, report: Report) -> None:
+    page = REPORTS.render("terminal", report)
+    for title in ("Inference by phase", "Ranks"):
+        if f"\n{title} " in page:
+            section = page.partition(f"\n{title} ")[2].partition("\n\n")[0]
+            rows = [line.split() for line in section.splitlines()[1:]]
+            cells = [row for row in rows if len(row) > 2 and len(row) == len(rows[1])]
+            for column in zip(*cells, strict=True):
+                assert set(column) != {"–"}, section

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -194,3 +196,44 @@ def test_grouped_attention_without_copies_is_equal(case: str) -> None:
     keys, values = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     expected = attend(q, keys, values, attn_mask=mask, is_causal=not case)
     assert torch.allclose(fields["y"], expected, atol=1e-5)
+
+
+def _list_snippets(rule: Rule) -> list[str]:
+    cases = getattr(rule, "cases", {}) or {}
+    texts = [rule.code, *(case.get("code", "") for case in cases.values())]
+    return [text for text in texts if isinstance(text, str) and text]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
+def test_a_snippet_says_what_it_adds_to(rule: Rule) -> None:
+    """A sum has a value, or a comment that says what it is, before something is added to it."""
+    for code in _list_snippets(rule):
+        for match in re.finditer(r"^ *(\w+)(?:\[\w+\])? \+= ", code, re.MULTILINE):
+            assert re.search(rf"\b{match[1]}\b", code[: match.start()]), code
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.id)
+def test_a_constructor_shown_in_part_keeps_the_other_arguments(rule: Rule) -> None:
+    for code in _list_snippets(rule):
+        if re.search(r"(?:DataLoader|DDP)\((?:\.\.\.|model, )", code):
+            assert "your other arguments" in code, code
+
+
+def test_a_long_filter_is_convolved_as_conv1d_does() -> None:
+    """With the weight flipped, the product of spectra is conv1d with padding on the left."""
+    x, weight = torch.randn(1, 1, 50), torch.randn(1, 1, 7)
+    fields = {"torch": torch, "x": x, "taps": weight.flip(-1)}
+    exec(RULES["long-filter"].code, fields)
+    padded = torch.nn.functional.pad(x, (weight.shape[-1] - 1, 0))
+    expected = torch.nn.functional.conv1d(padded, weight)
+    torch.testing.assert_close(fields["y"], expected)
+
+
+def test_a_hook_works_in_every_hundredth_call_of_a_module() -> None:
+    fields: dict[str, Any] = {"collections": collections}
+    exec(RULES["module-hooks"].code.replace("...", "worked.append(module)"), fields)
+    fields["worked"] = []
+    for _ in range(200):
+        for module in ("first", "second"):
+            fields["hook"](module, None, None)
+    assert fields["worked"] == ["first", "second"] * 2

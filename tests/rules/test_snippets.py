@@ -220,7 +220,7 @@ def test_a_constructor_shown_in_part_keeps_the_other_arguments(rule: Rule) -> No
 
 
 def test_a_long_filter_is_convolved_as_conv1d_does() -> None:
-    """With the weight flipped, the product of spectra is conv1d with padding on the left."""
+    """The product of spectra, with the weight flipped, is conv1d with padding on the left."""
     x, weight = torch.randn(1, 1, 50), torch.randn(1, 1, 7)
     fields = {"torch": torch, "x": x, "taps": weight.flip(-1)}
     exec(RULES["long-filter"].code, fields)

@@ -204,6 +204,8 @@ def minor_conditions(finding: Finding, report: Report) -> list[str]:
         and shown is not None
         and (impact.high_ns or 0) > MAX_EVIDENCE_RATIO * float(shown.value or 0)
     )
+    if {edit.op for edit in finding.edits} == {"remove_skew"}:
+        stacks = [*beyond_evidence(finding, report), *stacks]
     needs_reason = exceeds or may_gain_little(finding)
     return stacks if needs_reason else [*range_reasons(finding, report), *stacks]
 
@@ -405,9 +407,13 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     """Say why the fix gains far less than the time that it removes. Empty if it does not, or if the
     cause is unknown."""
     impact = finding.impact
-    if impact is None or not impact.gain_ns or impact.is_job_gain:
+    if impact is None or not impact.gain_ns:
         return ""
     operations = {edit.op for edit in finding.edits}
+    if operations == {"remove_skew"} and impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns:
+        return "the others then wait for the next rank"
+    if impact.is_job_gain:
+        return ""
     if report.scope.device is None:
         is_hidden = operations == {"overlap"} and impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns
         return "little independent work is left to run meanwhile" if is_hidden else ""

@@ -359,13 +359,13 @@ def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
         result.append("The GPU model of one side is unknown: the two GPUs may differ.")
     for which, report, counterpart in (("before", before, after), ("after", after, before)):
         if not report.time and counterpart.time:
-            result.append(f"No GPU work in the trace {which}: device time is not compared.")
+            result.append(f"The trace {which} has no GPU work, so device time is not compared.")
     result += _list_step_limits(c, before)
     earlier = [each.scope.launched_before_ns for each in (before, after)]
     if any(earlier):
         durations = [t.format_duration(ns) if ns else "none" for ns in earlier]
         result.append(
-            f"GPU work that was launched before the recording is left out: {durations[0]} before, "
+            f"Work that was launched before the recording is excluded: {durations[0]} before, "
             f"{durations[1]} after."
         )
     if c.other_shapes:

@@ -167,7 +167,7 @@ def _list_notes(
         )
     else:
         result.append(
-            "Profiled steps: the profiler slows the host, most where there are many small "
+            "These steps were profiled, which slows the host, most of all with many small "
             "operators. Runs of advisor record are compared by their unprofiled steps."
         )
         result += _note_other_options(reports)

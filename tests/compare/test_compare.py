@@ -271,7 +271,7 @@ def test_a_trace_without_gpu_work_fixes_nothing(tmp_path: Path, training: Make) 
     assert c.findings_with("fixed") == []
     assert {f.reason for f in c.findings_with("unchecked")} == {"no GPU work in the trace"}
     assert amount(c, "time", "compute")[1] is None
-    assert any("No GPU work in the trace after" in limit for limit in c.limits)
+    assert any("The trace after has no GPU work" in limit for limit in c.limits)
 
 
 def test_work_is_matched_by_operator_if_one_side_lacks_shapes(

@@ -19,7 +19,7 @@ def test_work_launched_before_a_recording_is_reported_omitted() -> None:
     before, after = map(advisor.analyze, files)
     assert before.scope.launched_before_ns > 13_000_000 and after.scope.launched_before_ns == 0
     (limit,) = (each for each in compare(*files).limits if "launched before" in each)
-    assert limit.endswith("is left out: 13.7 ms before, none after.")
+    assert limit.endswith("is excluded: 13.7 ms before, none after.")
 
 
 def test_the_interval_of_a_difference_is_a_sentence() -> None:

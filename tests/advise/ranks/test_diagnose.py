@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import Options, analyze
+from advisor.advise.finding_text import gain_conditions
 from advisor.advise.ranks.task import summarize_file
 from advisor.core.finding import Edit, Finding, Impact, Select, SkippedCheck
 from advisor.core.ranks import Ranks, format_ranks
@@ -537,6 +538,8 @@ def test_no_measurement_of_a_late_rank_is_shown_twice(shared_trace: Callable[[st
     labels = [item.label for item in late.evidence]
     assert "exposed wait of the others" in labels and len(labels) == len(set(labels))
     assert "more host time" in late.summary
+    (note,) = gain_conditions(late, report)  # 1.27 of 5.06 ms
+    assert note.endswith("5.06 ms below: the others then wait for the next rank")
     assert "time.perf_counter" in late.code and "a @ a" not in late.code, "the host is to test"
     (waits,) = [note for note in report.notes if note.rule == "exposed-communication"]
     assert waits.fix.startswith("Let rank 7 enter with the others") and not waits.code

@@ -693,8 +693,7 @@ def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}. For {t.format_share(queued)} of the {report.per}, kernels wait in the GPU's "
-        "queue and none runs: another process may use the GPU, or events were filtered out. "
+        f"{idle}. For {t.format_share(queued)}, it has queued kernels. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in recording else UNFILTERED}"
     )
 
@@ -726,8 +725,8 @@ def _name_longest_operators(a: Analysis) -> str:
 
 MIN_QUEUED_SHARE = 0.05
 """Minimum share of the step at which idle time with queued work is reported on its own."""
-UNFILTERED = "Record all activities, on a GPU that no other process uses."
-UNFILTERED_WITH_STACKS = "Record stacks, on a GPU that no other process uses."
+UNFILTERED = "Record all activities on an unshared GPU."
+UNFILTERED_WITH_STACKS = "Record stacks on an unshared GPU."
 
 
 def _name_longest_on_host(report: Report, top: HostShare) -> tuple[float, str]:
@@ -926,15 +925,14 @@ def _compare_with_rates(report: Report) -> tuple[str, bool]:
     if total_lost < MIN_LEFT_SHARE * report.step_ns:
         return "", True
     parts = [
-        f"{family} kernels lose {t.format_duration(ns)} of it, at "
-        f"{t.format_share(1 - ns / times[family])} of such a rate"
+        f"{family} {t.format_duration(ns)} (now at {t.format_share(1 - ns / times[family])})"
         for family, ns in sorted(lost.items(), key=lambda item: -item[1])[:2]
         if ns >= MIN_FAMILY_SHARE * total_lost
     ]
     return (
         " At the rates that this GPU reaches in benchmarks, its kernels would save "
-        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)})."
-        + "".join(f" {t.upper_first(part)}." for part in parts)
+        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}): "
+        f"{', '.join(parts)}."
     ), total_lost < MAX_HEALTHY_LEFT_SHARE * report.step_ns
 
 

@@ -497,9 +497,9 @@ def test_unexplained_idle_time_with_queued_work_is_separate(
 ) -> None:
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
-    queue = "For 32% of the step, kernels wait in the GPU's queue and none runs"
+    queue = "For 32%, it has queued kernels."
     assert f"idles for 49% of the step. {queue}" in report.verdict
-    assert "Record stacks, on a GPU that no other process uses." in report.verdict
+    assert "Record stacks on an unshared GPU." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
 

@@ -12,6 +12,8 @@ from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.support.common import impact_per_step, recorded_steps
 from advisor.testing import Examples, TraceBuilder
 
+SETTING = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
+"""Variables that let glibc keep freed memory."""
 PAGE_BYTES = 4096
 """Size of a page that a fault maps, bytes."""
 
@@ -75,6 +77,8 @@ class PageFaults(Rule):
         faults = recorded.page_faults
         if a.device_id is not None or faults is None or not recorded.count:
             return
+        if recorded.record.rank.env.keys() >= SETTING:
+            return
         lengths = recorded.dur[faults.counted]
         if float(lengths.sum()) < self.min_counted_ms * 1e6:
             return
@@ -123,6 +127,7 @@ class PageFaults(Rule):
             "memory that grows": (_build_run(faults=25_000, growth=400 << 20), "max_growth"),
             "one short step": (_build_run(faults=25_000, last=1), "min_counted_ms"),
             "on a GPU": (_build_run(faults=25_000, gpu="A100"), "a.device_id is not None"),
+            "with the setting": (_build_run(faults=25_000, env=True), "SETTING"),
             "not counted": (_build_run(faults=None), "faults is None"),
         }
 
@@ -148,6 +153,7 @@ def _build_run(
     last: int = 9,
     growth: int = 0,
     gpu: str | None = None,
+    env: bool = False,
 ) -> TraceBuilder:
     """Build a run with page faults in each step from 1 to ``last``, before a window. It ends them,
     if the steps after it have another length."""
@@ -155,6 +161,7 @@ def _build_run(
     for _ in b.steps():
         b.compute("aten::conv2d", 1000 * ms, [[8, 3, 64, 64], [16, 3, 3, 3]])
     run = b.record_of_run()
+    run.rank.env = dict.fromkeys(SETTING, "1073741824") if env else {}
     run.steps(10, ms)
     counts = (
         {}

@@ -646,11 +646,11 @@ def _explain_idle(report: Report, a: Analysis) -> str:
         waits = sum(part.share for part in report.idle if part.cause == "dispatch")
         operators = _name_longest_operators(a) if waits >= max(gain, MIN_IDLE_SHARE) else ""
         return f" {operators}" * bool(operators)
+    named = [part for part in on_cpu if part.share >= MIN_ON_CPU_SHARE]
     causes = t.list_names(
-        f"{t.format_share(part.share)} of the {report.per} during {_ON_CPU[part.cause]}"
-        f"{_name_sampled(part)}"
-        for part in on_cpu
-        if part.share >= MIN_ON_CPU_SHARE
+        f"{t.format_share(part.share)}{f' of the {report.per}' * (part is named[0])} during "
+        f"{_ON_CPU[part.cause]}{_name_sampled(part)}"
+        for part in named
     )
     return f" The GPU idles for {causes}."
 

@@ -19,7 +19,7 @@ FIRST, SECOND = 3, 8
 """Numbers of the optimizer steps before which gradients are examined; both must be new."""
 MAX_ROUNDS = 12
 """Maximum number of optimizer steps, from ``SECOND`` on, at which gradients are examined if several
-optimizers take turns: two rounds of them."""
+optimizers take turns. The search ends earlier once each of them has stepped twice."""
 MAX_MODULES = 16
 MAX_PARAMETERS = 4096
 """Maximum number of parameters for which an event is written."""
@@ -73,6 +73,8 @@ class UnusedGradientFinder:
         self._searching = True
         """True until it is known which parameters are in no optimizer."""
         self._checks: list[_Check] = []
+        self._has_reported = False
+        """True once the dropped gradients have been reported, if there are any."""
         self._handle: Any = None
         self._done = False
 
@@ -116,13 +118,17 @@ class UnusedGradientFinder:
         self._steps += 1
         if self._searching:
             self._search_unused(is_new)
-        optimizers = len(self._optimizers)
-        last_step = SECOND + min(MAX_ROUNDS, 2 * optimizers) - 1 if optimizers > 1 else SECOND
-        if optimizers > 1 and SECOND <= self._steps <= last_step:
+        if self._steps < SECOND:
+            return
+        is_over = len(self._optimizers) == 1
+        if not is_over and not self._has_reported:
             self._check_dropped(optimizer)
-            if len(self._checks) == last_step - SECOND + 1:
+            times = Counter(check.optimizer for check in self._checks)
+            has_two_rounds = all(times[key] >= 2 for key in self._optimizers)
+            if has_two_rounds or len(self._checks) >= MAX_ROUNDS:
                 self._report_dropped()
-        if not self._searching and self._steps >= last_step:
+                self._has_reported = True
+        if not self._searching and (is_over or self._has_reported):
             self._stop()
 
     def _search_unused(self, is_new: bool) -> None:

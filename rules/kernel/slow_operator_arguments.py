@@ -79,7 +79,7 @@ REDUCTIONS = {
 }
 
 
-DISTANCES = "aten::_cdist_forward"
+DISTANCES = ("aten::_cdist_forward", "aten::_cdist_backward")
 """Distances that are computed without a matrix product: Euclidean ones by request only."""
 WITHOUT_PRODUCT = 2
 """Compute mode ``donot_use_mm_for_euclid_dist``."""
@@ -244,7 +244,7 @@ class SlowOperatorArguments(Rule):
             )
 
     def _slow_calls(self, a: Analysis, *, on_gpu: bool) -> Iterator[SlowCall]:
-        names = FFTS if on_gpu else (*FFTS, *SORTS, *REDUCTIONS, DISTANCES)
+        names = FFTS if on_gpu else (*FFTS, *SORTS, *REDUCTIONS, *DISTANCES)
         rate = None if on_gpu else arguments.elementwise_rate(a)
         for name, x, rows in arguments.calls_by_inputs(a, exact_pattern(names)):
             dur = a.trace.cpu["dur"].to_numpy()[rows]
@@ -252,8 +252,8 @@ class SlowOperatorArguments(Rule):
                 reasons = self._check_fft(a, name, x)
             elif name in SORTS:
                 reasons = self._check_sort(arguments.find_sorted_part(a, name, x, rows))
-            elif name == DISTANCES:
-                reasons = self._check_distances(x)
+            elif name in DISTANCES:
+                reasons = self._check_distances(name, x)
             else:
                 reasons = self._check_reduction(name, x, float(np.median(dur)), rate)
             for reason in reasons:
@@ -312,21 +312,25 @@ class SlowOperatorArguments(Rule):
             part._asdict() | {"note": "" if part.from_first else "   # in reverse order"},
         )
 
-    def _check_distances(self, x: OpInputs) -> Iterator[Reason]:
-        points, others = x.tensor(0), x.tensor(1)
+    def _check_distances(self, name: str, x: OpInputs) -> Iterator[Reason]:
+        is_forward = name == DISTANCES[0]
+        first = 0 if is_forward else 1  # the backward pass begins with the gradient
+        points, others = x.tensor(first), x.tensor(first + 1)
         if points is None or others is None or min(len(points.shape), len(others.shape)) < 2:
             return
-        if x.argument(2) != 2 or x.argument(3) != WITHOUT_PRODUCT:
+        mode = x.argument(3) if is_forward else WITHOUT_PRODUCT
+        if x.argument(first + 2) != 2 or mode != WITHOUT_PRODUCT:
             return
         features, pairs = points.shape[-1], prod(points.shape[:-1]) * others.shape[-2]
         if features < MIN_FEATURES or pairs < MIN_PAIRS:
             return
-        remaining = 0.05 + 4 / features  # fits the benchmark's results
+        remaining = (0.05 + 4 / features) * (1 if is_forward else 2)  # fits the benchmark's results
         yield (
             "distances",
             (remaining, remaining / 2, min(1.0, 2 * remaining)),
-            f"cdist computes distances of {points.shape[-2]:,} and {others.shape[-2]:,} points of "
-            f"{features:,} features without a matrix product.",
+            f"cdist computes {'' if is_forward else 'gradients of '}distances of "
+            f"{points.shape[-2]:,} and {others.shape[-2]:,} points of {features:,} features "
+            "without a matrix product.",
             {},
         )
 
@@ -388,7 +392,10 @@ class SlowOperatorArguments(Rule):
             "a standard deviation": _build_reduction("aten::std", std),
             "argmax over classes": _build_reduction("aten::argmax", ["0", "False"]),
             "distances without a product": _build_distances(128, "2"),
-            "distances in other norms": (_build_distances(128, "2", p="1."), "x.argument(2) != 2"),
+            "distances in other norms": (
+                _build_distances(128, "2", p="1."),
+                "x.argument(first + 2) != 2",
+            ),
             "distances of few features": (_build_distances(4, "2"), "features < MIN_FEATURES"),
             "over the innermost": (_build_reduction(NORM, ["2", "[1]", "False"]), "not dims"),
             "in 16 bits": (
@@ -477,7 +484,7 @@ def _build_distances(features: int, mode: str, p: str = "2.") -> TraceBuilder:
         sizes: list[list[int]] = [[128, features], [6000, features], [], []]
         strides = [[features, 1], [features, 1], [], []]
         concrete = ["", "", p, mode]
-        with b.op(DISTANCES, sizes, strides=strides, concrete=concrete, host_us=26_000):
+        with b.op(DISTANCES[0], sizes, strides=strides, concrete=concrete, host_us=26_000):
             pass
         b.on_host("aten::gelu", 2000)
     return b

@@ -127,16 +127,17 @@ def test_gradient_tracking_keeps_no_references() -> None:
     watch.remove()
 
 
-def train_gan(*, detach: bool = False, to_none: bool = True) -> Reports:
+def train_gan(*, detach: bool = False, to_none: bool = True, rounds: int = 1) -> Reports:
     """Train a generator and a discriminator in turn, as GANs do."""
     maker, judge = nn.Linear(4, 8), nn.Linear(8, 1)
     watch, reports = watch_modules(maker, judge)
     of_maker, of_judge = (torch.optim.SGD(net.parameters(), 1e-3) for net in (maker, judge))
     for _ in range(8):
-        fake = maker(torch.ones(2, 4))
-        of_judge.zero_grad(set_to_none=to_none)
-        judge(fake.detach() if detach else fake).sum().backward()
-        of_judge.step()
+        for _ in range(rounds):
+            fake = maker(torch.ones(2, 4))
+            of_judge.zero_grad(set_to_none=to_none)
+            judge(fake.detach() if detach else fake).sum().backward()
+            of_judge.step()
         of_maker.zero_grad(set_to_none=to_none)
         judge.requires_grad_(False)
         judge(maker(torch.ones(2, 4))).sum().backward()
@@ -153,6 +154,11 @@ def test_gradients_dropped_before_the_optimizer_step_are_found() -> None:
     assert (only["unused"], only["total"]) == (2, 4)
     assert only["shapes"] == [[8, 4], [8], [1, 8]] or only["shapes"][0] == [8, 4]
     assert [n < 0 for n in only["order"]] == [True, True, False, False]
+    # the discriminator may step several times for each step of the generator
+    for rounds in (2, 5):
+        (reports,) = train_gan(rounds=rounds)
+        assert [each["order"] for each in reports["passes"]] == [only["order"]]
+        assert train_gan(detach=True, rounds=rounds) == []
     assert train_gan(detach=True) == []
     assert train_gan(to_none=False) == []  # zeroed in place: looks like added up
     assert len(optim._global_optimizer_pre_hooks) == before

@@ -22,7 +22,13 @@ from advisor.rules.support.citations import CHOSEN, XPROF
 from advisor.rules.support.common import Rows, amount_per_step, locate_row, of_step, scale_edit
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.rules.support.library_functions import find_library_use
-from advisor.rules.support.loop_operators import OF_LOOP, PYTORCH, TRAINS, LoopRule
+from advisor.rules.support.loop_operators import (
+    OF_LOOP,
+    PYTORCH,
+    TRAINS,
+    LoopRule,
+    case_by_name,
+)
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -100,7 +106,13 @@ class LoopCode(LoopRule):
                 )
             ],
             confidence_notes=["recording Python stacks lengthens Python time"],
-            **(self.case("many operators") if many else use.advice("the step") if use else {}),
+            **(
+                self.case(case_by_name("many operators", location, self.cases))
+                if many
+                else use.advice("the step")
+                if use
+                else {}
+            ),
         )
 
     @staticmethod

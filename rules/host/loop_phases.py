@@ -36,6 +36,7 @@ from advisor.rules.support.loop_operators import (
     LoopRule,
     WholeOperators,
     backward_of,
+    case_by_name,
     differentiated_operators,
     largest_operators,
     name_operators,
@@ -337,7 +338,7 @@ class LoopPhases(LoopRule):
             samples = name_matches(names, r"^aten::multinomial$").any()
             return gain, place, self.case("a sort before sampling" if samples else "a sort"), ""
         if code.case:
-            return gain, place, self.case(code.case), ""
+            return gain, place, self.case(case_by_name(code.case, place, self.cases)), ""
         sampled = [stack for stack in recorded.stacks if stack.part == LOOP]
         use, part, share = find_library_use(sampled), "it", 1.0
         if use is None and line is not None:  # what the function with most of it spends time on

@@ -1,13 +1,15 @@
 """Base of the rules about the loop's own code, and the operators of that code: outside modules,
 loading, backward pass and optimizer."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import polars as pl
 
 from advisor.core import labels
+from advisor.core.finding import Location
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
@@ -76,8 +78,48 @@ class LoopRule(Rule):
             "# metrics: one operator on the batch, such as\n"
             "torch.bincount(target * n + predicted, minlength=n * n)",
             "assumptions": ("its work can be done on all tensors at once, or in fewer steps",),
-        }
+        },
+        "averaged weights": {
+            "title": "Averages of the weights are updated one tensor at a time",
+            "fix": "Update all tensors at once and in place: AveragedModel does so with one "
+            "operator for all. Do not make a new state_dict in each step.",
+            "code": "from torch.optim.swa_utils import (\n"
+            "    AveragedModel, get_ema_multi_avg_fn)\n"
+            "average = AveragedModel(\n"
+            "    model, multi_avg_fn=get_ema_multi_avg_fn(0.999))\n"
+            "average.update_parameters(model)     # once in each step",
+            "assumptions": ("it averages the weights of a model",),
+        },
+        "figures to show": {
+            "title": "A function of the loop computes figures with many operators in each step",
+            "fix": "Compute the figures only in steps that show them. Where each step needs them, "
+            "run each operation once on all tensors, and read results once.",
+            "code": "if step % log_every == 0:     # not in every step\n"
+            "    monitor.update(model, outputs)",
+            "assumptions": ("only some steps show these figures",),
+        },
     }
+
+
+_CASES_BY_NAME = {
+    "averaged weights": r"(?:\b|_)ema(?:\b|_)|Ema|EMA|[Tt]eacher|[Mm]omentum|[Aa]verag",
+    "figures to show": r"(?:\b|_)(?:log|stats?|metrics?|monitor|summary|track)(?:\b|_)"
+    r"|Logg|Stats|Metric|Monitor|Summar|Track",
+}
+"""Case for many operators -> pattern of names of functions that do such work."""
+
+
+def case_by_name(case: str, place: Location | None, cases: Container[str]) -> str:
+    """Return the case of ``cases`` for the function at a place, if its name says what its many
+    operators do; else ``case``."""
+    if case != "many operators" or place is None:
+        return case
+    names = (
+        name
+        for name, pattern in _CASES_BY_NAME.items()
+        if name in cases and re.search(pattern, str(place.function))
+    )
+    return next(names, case)
 
 
 TRAINS = (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.core.finding import Finding
+from advisor.core.finding import Finding, Location
 from advisor.rules.host.loop_phases import LoopPhases
+from advisor.rules.support.loop_operators import LoopRule, case_by_name
 from advisor.testing import TraceBuilder
 
 MS = 1_000_000
@@ -124,3 +125,24 @@ def test_python_loop_differs_from_waits_and_libraries(leaf: str, python: bool) -
     (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
     assert finding.where[0].function == "overlap"
     assert finding.title.startswith("A loop in Python") == python
+
+
+def test_names_of_functions_say_what_their_many_operators_do() -> None:
+    expected = {
+        "TeacherBank.update": "averaged weights",
+        "update_ema": "averaged weights",
+        "ModelEMA.update": "averaged weights",
+        "Monitor.stats": "figures to show",
+        "log_norms": "figures to show",
+        "semantic_losses": "many operators",
+        "catalogue": "many operators",
+        "rescale": "many operators",
+    }
+    for function, case in expected.items():
+        place = Location(file="train.py", line=3, function=function)
+        assert case_by_name("many operators", place, LoopRule.cases) == case, function
+    assert case_by_name("the loss", place, LoopRule.cases) == "the loss"
+    assert case_by_name("many operators", None, LoopRule.cases) == "many operators"
+    # of inference, which averages no weights
+    teacher = Location(function="TeacherBank.update")
+    assert case_by_name("many operators", teacher, LoopRule.inference["cases"]) == "many operators"

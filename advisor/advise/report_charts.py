@@ -253,7 +253,7 @@ def build_rank_table(report: Report, limit: int = 1024) -> RankTable | None:
         number
         for number, name in enumerate(head)
         if not (no_devices and name in DEVICE_COLUMNS)
-        and any(row.cells[number] != t.EMPTY_CELL for row in rows)
+        and (not number or any(row.cells[number] != t.EMPTY_CELL for row in rows))
     ]
     head = [head[n] for n in columns]
     rows = [replace(row, cells=[row.cells[n] for n in columns]) for row in rows]

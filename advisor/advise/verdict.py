@@ -930,8 +930,8 @@ def _compare_with_rates(report: Report) -> tuple[str, bool]:
         if ns >= MIN_FAMILY_SHARE * total_lost
     ]
     return (
-        " At the rates that this GPU reaches in benchmarks, its kernels would save "
-        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}): "
+        " At the rates that this GPU reaches in benchmarks, its kernels would take "
+        f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}) less: "
         f"{', '.join(parts)}."
     ), total_lost < MAX_HEALTHY_LEFT_SHARE * report.step_ns
 

@@ -222,11 +222,10 @@ def _format_usage(argument: Any) -> str:
 
 
 def _wrap(message: str) -> str:
-    """Wrap a message of more than two lines for a terminal, or where COLUMNS is set. A program that
-    reads it gets one line."""
+    """Wrap a message of more than two lines for a terminal. A program that reads it gets one line,
+    as does a log."""
     width = max(40, shutil.get_terminal_size().columns)
-    is_for_program = not sys.stderr.isatty() and "COLUMNS" not in os.environ
-    if is_for_program or len(message) <= 2 * width:
+    if not sys.stderr.isatty() or len(message) <= 2 * width:
         return message
     return textwrap.fill(message, width, break_long_words=False, break_on_hyphens=False)
 

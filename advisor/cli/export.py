@@ -50,7 +50,7 @@ def command(
         raise AdvisorError(
             f"{urls.redact_url(path)}: export reads a trace twice; download it first"
         )
-    if perfetto.suffix not in SUFFIXES and not perfetto.exists():
+    if perfetto.suffix and perfetto.suffix not in SUFFIXES and not perfetto.exists():
         raise AdvisorError(f"--output {perfetto}: give a name that ends in {', '.join(SUFFIXES)}")
     out.check_output(perfetto, [path])
 

@@ -27,7 +27,7 @@ EDITS_HELP = (
     "0.2' or 'remove sync:item'; several are made at once. Without any, the edits of the trace's "
     "findings are listed, to paste."
 )
-EXAMPLE_EDIT, MAX_EDITS_LENGTH = "'remove sync'", 400
+MAX_EDITS_LENGTH = 400
 """Example of an edit, and maximum length of a finding's edits in the list, characters."""
 MAX_TARGETS = 6
 """Maximum number of the trace's targets in the list."""
@@ -181,11 +181,13 @@ def _list_edits(path: str, run: Run, options: o.Options) -> str:
         edits = " ".join(map(_quote_edit, lines))
         if edits and len(edits) <= MAX_EDITS_LENGTH:
             edit_lines += [f"{finding.priority:>2}  {finding.title}", f"    {edits}"]
+    if not targets:
+        raise AdvisorError(f"{path}: nothing in it has a time that an edit could change")
     target_lines = [
         f"    {name:<28} {format_duration(ns / steps):<9} {causes.get(name, '')}".rstrip()
         for name, ns in targets
     ]
-    example = f"'remove {targets[0][0]}'" if targets else EXAMPLE_EDIT
+    example = f"'remove {targets[0][0]}'"
     result = [f"Give an edit, such as: advisor whatif {shlex.quote(path)} {example}"]
     titles = ("Targets of this trace, per step:", "What this trace's fixes change, to paste:")
     for title, listed in zip(titles, (target_lines, edit_lines), strict=True):

@@ -81,7 +81,7 @@ def test_gain_after_other_fixes_names_these_fixes() -> None:
     report = report_of("pairs/loader_autograd_workers0.json.gz")
     (late,) = [finding for finding in report.findings if finding.after_fix]
     assert (late.rule, late.after_fix) == ("fp32-matmul", "single-process-loader")
-    assert describe_gain(late, report).endswith(" after fixes 1–2")
+    assert describe_gain(late, report).endswith(" after fixes 1 and 2")
 
 
 def test_loader_worker_fix_excludes_pinning() -> None:

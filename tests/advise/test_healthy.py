@@ -36,7 +36,7 @@ def test_prefill_with_slow_attention_is_not_healthy() -> None:
     file = Path(__file__).parents[1] / "corpus/serving/sglang_prefill/replay.json.gz"
     report = analyze(file, Options(config={}))
     assert report.status == "limited"
-    assert "At the attainable rates of this GPU" in report.verdict
+    assert "At the rates that this GPU reaches in benchmarks" in report.verdict
     assert "its kernels would take 114 ms (23%) less" in report.verdict
 
 

@@ -182,7 +182,7 @@ def test_only_the_analyzed_window_is_read(tmp_path: Path) -> None:
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(b"not a trace")
     assert list(open_run(folder, window="first").traces) == [(0, 1), (1, 1)]
     assert analyze(folder, Options(config={}, window=2)).inputs[0].window == 2
-    with pytest.raises(AdvisorError, match=r"no window 7 of rank 0 \(windows present: 0 to 2\)"):
+    with pytest.raises(AdvisorError, match=r"no window 7 of rank 0 \(windows present: 0-2\)"):
         analyze(folder, Options(config={}, window=7))
 
 

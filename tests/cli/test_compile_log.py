@@ -464,7 +464,7 @@ def test_logs_beside_ranks_are_not_ranks(
     assert [each["line"] for each in report["compilation"]["breaks"]] == [44]
     assert report["compilation"]["logs"] == 2
     text = advisor("analyze", str(tmp_path), *options).out
-    assert "Ranks · 2 in this recording" in text
+    assert "Ranks · 2 recorded" in text
 
 
 def test_users_that_a_log_names_are_redacted_everywhere(

@@ -132,8 +132,6 @@ def test_first_window_says_how_many_page_faults_came_before_it(
     assert 5 * pages <= opened["minor_faults"] < 10 * pages
     # another test may have used more memory before
     assert opened["memory_growth"] < 5 * pages * mmap.PAGESIZE
-    counts = [s.host.minor_faults for s in record.samples if s.host is not None]
-    assert counts and None not in counts and counts == sorted(counts)
 
 
 def test_first_window_waits_for_more_steps_if_it_may_end_page_faults(

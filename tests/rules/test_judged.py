@@ -260,7 +260,7 @@ def test_ranks_of_one_job_share_one_advice(shared_trace: Trace) -> None:
         for rank in (0, 1)
     )
     assert (first.fix, first.code) == (second.fix, second.code)
-    assert "autograd knows it" in first.code and "no gradient" not in first.code
+    assert "autograd can differentiate" in first.code and "no gradient" not in first.code
     assert "on the wire" not in f"{first.fix} {first.code}"
 
 

@@ -357,8 +357,8 @@ def test_waits_stay_outside_of_captured_dense_layers() -> None:
 @pytest.mark.parametrize(
     ("name", "blocks"),
     [
-        ("a100_train_6steps", "all2all_tw_data:wait: 5.75 ms"),
-        ("v100_train_copy_heavy", ":init: 27.7"),
+        ("a100_train_6steps", "all2all_tw_data:wait, for 5.75 ms"),
+        ("v100_train_copy_heavy", ":init, for 27.7 ms"),
     ],
 )
 def test_active_pipeline_advice_names_its_blocking_call(name: str, blocks: str) -> None:

@@ -102,7 +102,7 @@ def main():
         "ddp-bucket-size": wrapped.bucket_bytes_cap == 100 << 20,
         "ddp-static-graph": wrapped.static_graph is True,
         "ddp-bucket-view": wrapped.gradient_as_bucket_view is True,
-        "keep-freed-memory": os.environ["MALLOC_MMAP_THRESHOLD_"] == str(32 << 20),
+        "keep-freed-memory": os.environ.get("MALLOC_MMAP_THRESHOLD_") == str(32 << 20),
         "expandable-segments": "expandable" in os.environ["PYTORCH_CUDA_ALLOC_CONF"],
     }
     undone, kept = ([k for k, v in seen.items() if bool(v) is way] for way in (False, True))

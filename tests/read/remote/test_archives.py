@@ -113,8 +113,8 @@ def test_archive_of_triton_cache_is_explained(
 ) -> None:
     line = refusal(path := shared_file("triton/cache.tar.gz"))
     assert line.startswith(f"{path}: a tar archive of Triton's cache (11 compiled kernels)")
-    assert "tar xf cache.tar.gz" in line
-    assert line.endswith("advisor analyze cache, or with a trace --kernel-profile cache")
+    assert f"tar xf {path}" in line
+    assert line.endswith("advisor analyze TRACE --kernel-profile cache")
     assert "://" not in line
 
 

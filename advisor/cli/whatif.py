@@ -28,7 +28,7 @@ EDITS_HELP = (
     "findings are listed, to paste."
 )
 MAX_EDITS_LENGTH = 400
-"""Example of an edit, and maximum length of a finding's edits in the list, characters."""
+"""Maximum length of a finding's edits in the list, characters."""
 MAX_TARGETS = 6
 """Maximum number of the trace's targets in the list."""
 MAX_NAMES, MAX_NAME_LENGTH = 8, 60

@@ -91,7 +91,7 @@ class PageFaults(Rule):
             return
         saved = recorded.saved_by_window
         yield Finding(
-            summary=_describe(faults, step, saved),
+            summary=_describe(faults, step, fault_ns, saved),
             evidence=[
                 Evidence("page faults per step before the profiled window", faults.per_step),
                 Evidence("page faults per step after it", faults.after),
@@ -132,16 +132,17 @@ class PageFaults(Rule):
         }
 
 
-def _describe(faults: FaultsAroundWindow, step: float, saved: float | None) -> str:
-    text = (
-        f"Each step before the profiled window has {faults.per_step:,.0f} page faults: it takes "
-        f"{t.format_bytes(faults.per_step * PAGE_BYTES)} of memory from the system again."
-    )
+def _describe(faults: FaultsAroundWindow, step: float, ns: float, saved: float | None) -> str:
+    size = t.format_bytes(faults.per_step * PAGE_BYTES)
     if saved is None:
-        return text
+        return (
+            f"{faults.per_step:,.0f} page faults per step take about {t.format_duration(ns)} of "
+            f"{t.format_duration(step)}: each step takes {size} from the system again."
+        )
     return (
-        f"{text} The window ended them, because the C library kept the memory from then on. Steps "
-        f"of {t.format_duration(step)} became {t.format_duration(step - saved)}."
+        f"{faults.per_step:,.0f} page faults per step take {t.format_duration(saved)} of "
+        f"{t.format_duration(step)}: each step takes {size} from the system again. The profiled "
+        "window ended them, because the C library kept the memory from then on."
     )
 
 

@@ -389,7 +389,9 @@ def is_run(path: str | Path) -> bool:
 STEPS_BEFORE_WINDOW = 7
 """Maximum number of steps before a window that tell whether it is like the run."""
 FIRST_COMPARED_STEP = 3
-"""First step that is compared: those before it start up."""
+"""First step that is compared: those before it start up, even with an early window."""
+FAULT_NS = 1_300
+"""Usual time of a page fault, ns: 0.9 to 2.0 µs in seven CPU programs on two cores."""
 LIKE_THE_RUN = (0.75, 2.0)
 """Range of the steps before a window, as multiples of the run's median step, in which the window is
 like the run. Steps without a profiler after a window may be shorter by what it ended."""

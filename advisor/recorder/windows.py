@@ -24,7 +24,7 @@ from weakref import WeakSet
 
 from advisor.core.errors import AdvisorError
 from advisor.core.files import scratch_folder
-from advisor.core.run_directory import trace_name
+from advisor.core.run_directory import FAULT_NS, trace_name
 from advisor.recorder.call_depth import is_outermost, is_undisturbed
 from advisor.recorder.hooks import Hooks
 from advisor.recorder.module_calls import CallLog
@@ -54,8 +54,6 @@ GUARD_NS = 20_000_000
 """Minimum total slowdown of the profiled steps, ns: five short steps need no stop."""
 COUNTED_FROM = 1
 """First step in which page faults may be counted: the one before sets up caches and optimizers."""
-FAULT_NS = 1_300
-"""Usual time of a page fault, ns: 900 to 2,000 measured on CPU programs."""
 MIN_FAULTS, MIN_FAULT_SHARE = 1_000, 0.08
 """Minimum number of page faults in a step, and share of its time, at which the first window waits:
 it can end them, so enough steps before it must show how long the program's own steps are."""

@@ -90,6 +90,14 @@ class PageFaults(Rule):
         if faults.growth > self.max_growth * counted_bytes:
             return
         saved = recorded.saved_by_window
+        if saved is None:
+            gain, method = fault_ns, "page faults times their usual time"
+            low, high = (
+                faults.per_step * us * 1e3 for us in (self.worst_fault_us, self.best_fault_us)
+            )
+        else:
+            gain, method = saved, "median step before the window less the median after it"
+            low, high = saved * self.worst_x, saved * self.best_x
         yield Finding(
             summary=_describe(faults, step, fault_ns, saved),
             evidence=[
@@ -103,19 +111,7 @@ class PageFaults(Rule):
                     "max_growth",
                 ),
             ],
-            impact=impact_per_step(
-                a,
-                fault_ns if saved is None else saved,
-                low=faults.per_step * self.worst_fault_us * 1e3
-                if saved is None
-                else saved * self.worst_x,
-                high=faults.per_step * self.best_fault_us * 1e3
-                if saved is None
-                else saved * self.best_x,
-                method="page faults times their usual time"
-                if saved is None
-                else "median step before the window less the median after it",
-            ),
+            impact=impact_per_step(a, gain, low=low, high=high, method=method),
         )
 
     @staticmethod

@@ -93,9 +93,10 @@ class UnfilledCache(Rule):
             if shares.mean() > self.max_filled_share:
                 continue
             rows = np.array(found.rows)
-            times = np.array([time_of_operators(a, rows[at : at + 1]) for at in range(len(rows))])
             ns = time_of_operators(a, rows)
-            empty_ns = ns * float(np.average(1 - shares, weights=np.maximum(times, 1)))
+            values = np.unique(shares)
+            times = [max(1, time_of_operators(a, rows[shares == share])) for share in values]
+            empty_ns = ns * float(np.average(1 - values, weights=times))
             if empty_ns < self.min_share * a.span_ns:
                 continue
             most = max(found.filled)

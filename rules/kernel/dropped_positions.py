@@ -43,6 +43,8 @@ OVER_FEATURES = {"aten::log_softmax": 1, "aten::softmax": 1}
 each position alone."""
 NORMS = frozenset(("aten::layer_norm", "aten::rms_norm"))
 """Operators over the last dimensions, whose sizes are their second argument."""
+NORMALIZING = NORMS | OVER_FEATURES.keys()
+"""Operators that keep the shape, and may work on each position alone."""
 TRANSFORMS = frozenset(("aten::fft_fft", "aten::fft_rfft"))
 ON_LAST_DIMENSION = frozenset((*PRODUCTS, *TRANSFORMS))
 """Operators on the features of each position, which may change their number."""
@@ -204,7 +206,7 @@ class DroppedPositions(Rule):
         keeps = [
             name in POINTWISE
             or (at in all_parts and all_parts[at][1] == 1 and name in TAKES)
-            or (at is not None and _normalizes_features(name, inputs_at(a, at)))
+            or (at is not None and name in NORMALIZING and _is_by_features(name, inputs_at(a, at)))
             for name, at in zip(names, inputs, strict=True)
         ]
         dropped_layers: dict[tuple[Shape, str], Dropped] = {}
@@ -315,16 +317,15 @@ def _parse_part(name: str, x: OpInputs) -> tuple[Shape, float, str] | None:
     return shape, kept / size, ":, " * leading_dims + index
 
 
-def _normalizes_features(name: str, x: OpInputs) -> bool:
-    """Return whether an operator works on the features of each position alone, and keeps the
-    shape."""
+def _is_by_features(name: str, x: OpInputs) -> bool:
+    """Return whether one of ``NORMALIZING`` works on the features of each position alone."""
     tensor = x.tensor(0)
     if tensor is None:
         return False
     if name in NORMS:
         sizes = x.integers(1)
         return sizes is not None and len(sizes) == 1
-    dim = x.argument(OVER_FEATURES[name]) if name in OVER_FEATURES else None
+    dim = x.argument(OVER_FEATURES[name])
     return isinstance(dim, int) and dim in (-1, len(tensor.shape) - 1)
 
 

@@ -220,9 +220,8 @@ def test_the_gate_works_on_saved_reports(
     assert code == 2 and "too few" in err
 
 
-def test_finding_of_one_saved_report_is_neither_fixed_nor_new(
-    advisor: Run, tmp_path: Path, save: Callable[[Path], Path], fast_trace: Path
-) -> None:
+def write_waiting_trace(folder: Path) -> Path:
+    """Write a trace whose steps wait for a loader without workers."""
     b = TraceBuilder()
     for _ in range(6):
         with b.step():
@@ -230,7 +229,13 @@ def test_finding_of_one_saved_report_is_neither_fixed_nor_new(
             with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
                 b.launch("ampere_sgemm_128x64_nn", 1000)
             b.sync()
-    waiting = save(b.write(tmp_path / "waiting.json"))
+    return b.write(folder / "waiting.json")
+
+
+def test_finding_of_one_saved_report_is_neither_fixed_nor_new(
+    advisor: Run, tmp_path: Path, save: Callable[[Path], Path], fast_trace: Path
+) -> None:
+    waiting = save(write_waiting_trace(tmp_path))
     comparison = Comparison.from_json(
         advisor("compare", waiting, save(fast_trace), "--format", "json")[1]
     )
@@ -261,14 +266,7 @@ def test_a_saved_report_in_place_of_a_trace_is_recognised(
 def test_findings_that_were_not_checked_are_in_the_verdict(
     advisor: Run, tmp_path: Path, save: Callable[[Path], Path], fast_trace: Path
 ) -> None:
-    b = TraceBuilder()
-    for _ in range(6):
-        with b.step():
-            b.loader_wait(3000, workers=0)
-            with b.op("aten::mm", [[512, 512], [512, 512]], "float"):
-                b.launch("ampere_sgemm_128x64_nn", 1000)
-            b.sync()
-    out = advisor("compare", save(b.write(tmp_path / "waiting.json")), fast_trace)[1]
+    out = advisor("compare", save(write_waiting_trace(tmp_path)), fast_trace)[1]
     assert "not checked on both sides." in " ".join(out.split()).partition("before ")[0]
 
 

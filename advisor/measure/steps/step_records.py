@@ -13,7 +13,13 @@ import numpy as np
 
 from advisor.core.intervals import Bools, Floats, Ints
 from advisor.core.report_steps import StepTime
-from advisor.core.run_directory import MAX_VALUE, is_sane, read_recording
+from advisor.core.run_directory import (
+    FAULT_NS,
+    FIRST_COMPARED_STEP,
+    MAX_VALUE,
+    is_sane,
+    read_recording,
+)
 
 if TYPE_CHECKING:
     from advisor.core.run_directory import GpuSample, HostSample, RankRecord, StepRow
@@ -26,12 +32,8 @@ fifth (as in ``advisor compare``), at least one from ``MIN_STEPS_TO_WARM_UP`` on
 MIN_STEPS_TO_WARM_UP = 3
 MIN_USED = 5
 """Minimum number of used steps, if a run has more than twice as many steps."""
-START_UP_STEPS = 3
-"""Number of first steps that are never compared, even with an early window."""
 MAX_STEPS_APART, MIN_AROUND = 20, 5
 """Maximum distance of unprofiled steps compared with a profiled one; minimum number of them."""
-FAULT_NS = 1_300
-"""Usual time of a page fault, ns: 0.9 to 2.0 µs in seven CPU programs on two cores."""
 MIN_FAULT_SHARE = 0.1
 """Minimum share of a step in page faults that a window must end to change the step's length."""
 MIN_SHORTER = 0.05
@@ -206,7 +208,7 @@ class StepRecords:
         if faults is None or faults.after is None:
             return none
         before = faults.counted.copy()
-        before[:START_UP_STEPS] = False
+        before[:FIRST_COMPARED_STEP] = False
         after = self._after_window
         if before.sum() < MIN_STEPS or not after.any():
             return none
@@ -378,7 +380,7 @@ class StepRecords:
         if not len(given):
             return np.zeros(len(self.steps), dtype=bool)
         comparable = self.unprofiled.copy()
-        comparable[:START_UP_STEPS] = False
+        comparable[:FIRST_COMPARED_STEP] = False
         if self.before_window.any():
             comparable = self.before_window
         indices = np.arange(len(self.steps))

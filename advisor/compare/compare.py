@@ -1,7 +1,5 @@
 """Comparison of two runs or reports, the gain that fixes had, and what limits the comparison."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Inference: a report's steps by phase of a served model, as plain data."""
 
-from __future__ import annotations
-
 from msgspec import Struct, field
 
 

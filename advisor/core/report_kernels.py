@@ -1,7 +1,5 @@
 """Kernels: a report's operator rates, hardware counters and compiled kernels, as plain data."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct, field

@@ -1,7 +1,5 @@
 """Memory: a report's views of device memory, as plain data."""
 
-from __future__ import annotations
-
 from msgspec import Struct, field
 
 

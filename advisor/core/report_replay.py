@@ -1,7 +1,5 @@
 """Replay: accuracy of a report's replay and its critical path, as plain data."""
 
-from __future__ import annotations
-
 from msgspec import Struct
 
 

@@ -1,7 +1,5 @@
 """Steps: a report's durations, step time and recorder figures, as plain data."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from msgspec import Struct, field

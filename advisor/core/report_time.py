@@ -1,7 +1,5 @@
 """Time: parts of a report's step on device and host, as plain data."""
 
-from __future__ import annotations
-
 from msgspec import Struct, field
 
 

@@ -203,7 +203,8 @@ class Rule:
     for recordings in tests/data, ``workloads/…`` for bundled programs that the tests record."""
     silent_in: ClassVar[tuple[str, ...]] = ()
     """Inputs without the bottleneck, in which the rule stayed silent, named as in ``found_in``. For
-    a workload, this is its cured variant."""
+    a workload, this is its cured variant. The ``.cured`` twins of recordings in ``found_in`` are
+    added."""
     validation: ClassVar[Validation] = "synthetic"
     """Validation level of the rule, from ``found_in``. ``synthetic`` is reported as not proven."""
     validation_note: ClassVar[str] = ""
@@ -254,6 +255,9 @@ class Rule:
         if "found_in" in vars(cls):
             public = any(name.startswith("traces/") for name in cls.found_in)
             cls.validation = "real traces" if public else "recordings"
+            cures = (f"{name[:-5]}.cured" for name in cls.found_in if name.endswith(".slow"))
+            cures = (name for name in cures if name not in cls.found_in)
+            cls.silent_in = tuple(dict.fromkeys((*cures, *cls.silent_in)))
         package = cls.__module__.split(".")
         cls.bundled = package[:2] == ["advisor", "rules"]
         if cls.bundled and "category" not in vars(cls):
@@ -383,6 +387,12 @@ class Rule:
         if times != 1:
             allowed *= times
         return Evidence(label, value, unit, allowed, threshold.source_names, per)
+
+    def compare_share(
+        self, a: Analysis, label: str, ns: float, limit: str = "min_share"
+    ) -> Evidence:
+        """Return the share of the analysed window that ``ns`` take, with its threshold."""
+        return self.compare(f"{label}, share", ns / max(a.span_ns, 1), limit, per=a.per)
 
     @classmethod
     def paragraphs(cls) -> list[str]:

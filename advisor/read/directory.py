@@ -1,7 +1,5 @@
 """Opening of paths and URLs as a Run: finds the traces, and assigns them to ranks and windows."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -89,11 +89,7 @@ class CollectivesInStep(Rule):
     )
 
     found_in = ("recorded/gloo_metrics.slow", "traces/nccl_collectives")
-    silent_in = (
-        "recorded/gloo_metrics.cured",
-        "recorded/gloo_accumulation.cured",
-        "recorded/gloo_parameters.cured",
-    )
+    silent_in = ("recorded/gloo_accumulation.cured", "recorded/gloo_parameters.cured")
     validation_note = (
         "CPU recordings of two ranks: eight metrics reduced in each step; buffers of a network "
         "on two GPUs. Silent where that is done every 20 steps, and on gradients reduced by DDP "
@@ -198,12 +194,7 @@ class CollectivesInStep(Rule):
                 evidence=[
                     amount_per_step(a, "collectives", table.height, "count"),
                     amount_per_step(a, "waiting for these collectives", exposed),
-                    self.compare(
-                        "waiting for these collectives, share",
-                        exposed / a.span_ns,
-                        "min_share",
-                        per=a.per,
-                    ),
+                    self.compare_share(a, "waiting for these collectives", exposed),
                     *([Evidence("mean message", size, "bytes")] if kind != "barriers" else []),
                 ],
                 where=_locate_calls(a, kind, table),
@@ -230,9 +221,7 @@ class CollectivesInStep(Rule):
             "host, before the forward pass begins.",
             evidence=[
                 amount_per_step(a, "host time of the broadcasts", ns),
-                self.compare(
-                    "host time of the broadcasts, share", ns / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "host time of the broadcasts", ns),
             ],
             where=costliest_places(a, rows),
             edits=[

@@ -62,7 +62,7 @@ class MissingNoSync(Rule):
     title = "Gradient accumulation without no_sync: DDP reduces gradients in every pass"
     training_only = True
     found_in = ("recorded/gloo_accumulation.slow",)
-    silent_in = (*SILENT_TRACES, "recorded/gloo_accumulation.cured")
+    silent_in = SILENT_TRACES
     validation_note = (
         "CPU recordings of two ranks that accumulate four passes, without no_sync and with it. "
         "Silent on the A100, V100 and nccl_collectives trainings and on two_ranks (one pass per "

@@ -53,7 +53,7 @@ class SmallCollectives(Rule):
     knobs = ("ddp-bucket-size",)
     sampled_part = COMMUNICATION
     found_in = ("recorded/gloo_parameters.slow",)
-    silent_in = (*SILENT_TRACES, "recorded/gloo_parameters.cured")
+    silent_in = SILENT_TRACES
     validation_note = "CPU recordings of two ranks that reduce each gradient alone, and all as one"
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html",

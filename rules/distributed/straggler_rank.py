@@ -54,7 +54,7 @@ class StragglerRank(Rule):
         "workloads/ddp_straggler",
         "recorded/rank_evaluation.slow",
     )
-    silent_in = ("traces/two_ranks", "workloads/ddp_straggler", "recorded/rank_evaluation.cured")
+    silent_in = ("traces/two_ranks", "workloads/ddp_straggler")
     validation_note = (
         "CPU recordings, torch 2.13 with gloo: the workload ddp_straggler, 30% predicted, 27% "
         "measured. Evaluation on one rank, 73 ms predicted, 73 measured. Silent on their cures. "

@@ -23,9 +23,7 @@ class HeldClocks(Rule):
 
     reads_record = True
     references = ("https://docs.nvidia.com/deploy/nvml-api/group__nvmlClocksEventReasons.html",)
-    assumptions: ClassVar[tuple[str, ...]] = (
-        "the step is compute-bound and scales with the clock",
-    )
+    assumptions = ("the step is compute-bound and scales with the clock",)
 
     min_share: ClassVar[Threshold[float]]
     _reasons: ClassVar[tuple[str, ...]]

@@ -190,7 +190,7 @@ class CpuContention(SharedCoresRule):
     subject = WHOLE_STEP
     reads_record = True
     found_in = ("recorded/contention.slow",)
-    silent_in = ("recorded/contention.cured", *CURED_RECORDINGS)
+    silent_in = CURED_RECORDINGS
     validation_note = (
         "CPU recordings on two cores of a training of one thread: fires beside six busy processes, "
         "silent alone"
@@ -303,7 +303,7 @@ class ThreadOversubscription(Rule):
     knobs = ("threads",)
     reads_record = True
     found_in = ("recorded/threads.slow",)
-    silent_in = ("recorded/threads.cured", *CURED_RECORDINGS)
+    silent_in = CURED_RECORDINGS
     validation_note = "CPU recordings on two busy cores: fires with 16 threads, silent with one"
     references = ("https://pytorch.org/docs/stable/notes/cpu_threading_torchscript_inference.html",)
 

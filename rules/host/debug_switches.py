@@ -200,12 +200,7 @@ class DebugSwitches(Rule):
     knobs = ("debug-switches-off",)
     reads_record = True
     found_in = ("recorded/anomaly.slow",)
-    silent_in = (
-        "recorded/anomaly.cured",
-        "recorded/gc_pauses.cured",
-        "recorded/leak.cured",
-        "recorded/threads.cured",
-    )
+    silent_in = ("recorded/gc_pauses.cured", "recorded/leak.cured", "recorded/threads.cured")
     validation_note = (
         "a CPU recording with anomaly detection (median step 23 ms, 10 ms without); silent without"
     )

@@ -1,7 +1,6 @@
 """Python code in the model's forward pass that runs no operator."""
 
 from collections import Counter
-from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -57,8 +56,8 @@ class ForwardCode(Rule):
     host_check = "Python inside forward"
     is_python_time = True
     reads_record = True
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/table_in_forward.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/table_in_forward.cured", *CURED_RECORDINGS)
+    found_in = ("recorded/table_in_forward.slow",)
+    silent_in = CURED_RECORDINGS
     validation_note = (
         "a CPU recording, torch 2.13: a table of positions made in each forward pass, 19 ms of "
         "each step predicted, 21 ms measured"
@@ -117,9 +116,7 @@ class ForwardCode(Rule):
             evidence=[
                 amount_per_step(a, "forward without an operator", ns),
                 amount_per_step(a, "stretches without an operator", int(is_long.sum()), "count"),
-                self.compare(
-                    "forward without an operator, share", ns / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "forward without an operator", ns),
                 Evidence("longest stretch without an operator", int(lengths.max()), "ns"),
                 steps_seen(recorded),
             ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -44,8 +44,8 @@ class GrowingInputs(Rule):
     id = "growing-inputs"
     title = "Each step computes on everything that earlier steps collected"
     training_only = True
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/growing_metric.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/growing_metric.cured", *CURED_RECORDINGS)
+    found_in = ("recorded/growing_metric.slow",)
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://lightning.ai/docs/torchmetrics/stable/pages/overview.html",
@@ -99,12 +99,7 @@ class GrowingInputs(Rule):
                 self.compare("steps in a row with more values", len(values), "min_steps", "count"),
                 amount_per_step(a, "operators on more and more values", len(rows), "count"),
                 amount_per_step(a, "time of operators on more and more values", ns),
-                self.compare(
-                    "operators on more and more values, share",
-                    ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "operators on more and more values", ns),
             ],
             where=costliest_places(a, rows, top=1),
             **self._estimate_effect(a, rows, ns, costliest),

@@ -93,9 +93,7 @@ class LoopCode(LoopRule):
             ),
             evidence=[
                 amount_per_step(a, "time of this function", ns),
-                self.compare(
-                    "time of this function, share", ns / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "time of this function", ns),
                 *([operator_evidence] if function.operators else []),
             ],
             where=[location],

@@ -1,7 +1,5 @@
 """Hooks on modules or gradients that take much of the step."""
 
-from typing import ClassVar
-
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
@@ -26,8 +24,8 @@ class ModuleHooks(Rule):
     id = "module-hooks"
     title = "Hooks on modules or gradients take much of the step"
     reads_record = True
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/hooks.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/hooks.cured", *CURED_RECORDINGS)
+    found_in = ("recorded/hooks.slow",)
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_forward_hook",

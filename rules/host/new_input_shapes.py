@@ -10,7 +10,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Citation, Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.new_shapes import REPEATED_NS
-from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, TRIED_ON_TRACES, XPROF
+from advisor.rules.support.citations import SILENT_INPUTS, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
@@ -66,7 +66,7 @@ class NewInputShapes(Rule):
     id = "new-input-shapes"
     title = "A library prepares operators again for each new input shape"
     found_in = ("traces/h100/asr_beam", "traces/h100/ocr_pages")
-    silent_in = (*SILENT_TRACES, *CURED_RECORDINGS, "traces/h100/points_max_split")
+    silent_in = (*SILENT_INPUTS, "traces/h100/points_max_split")
     validation_note = (
         "on an H100: a page reader under cudnn.benchmark, 77% of the step predicted, 83% measured "
         "(309 ms, 53 without the search). Beam search: 95 ms per token with new lengths, 13 once "
@@ -159,12 +159,7 @@ class NewInputShapes(Rule):
         timing = f" It times {main['trials']:.0f} algorithms each time." if main["trials"] else ""
         evidence = [
             amount_per_step(a, "host time of calls with new shapes", ns),
-            self.compare(
-                "host time of calls with new shapes, share",
-                ns / max(a.span_ns, 1),
-                "min_share",
-                per=a.per,
-            ),
+            self.compare_share(a, "host time of calls with new shapes", ns),
             amount_per_step(a, "calls with new shapes", calls.height, "count"),
             Evidence("steps with new shapes", touched, "count"),
             Evidence("median call with a new shape", main["median"], "ns"),

@@ -45,10 +45,8 @@ class SavingRule(Rule):
     """Base of the rules about saving and logging in the loop; it has the advice."""
 
     alternatives = "saving"
-    references: ClassVar[tuple[str, ...]] = (
-        "https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",
-    )
-    assumptions: ClassVar[tuple[str, ...]] = ("writing from another thread does not slow the loop",)
+    references = ("https://pytorch.org/tutorials/recipes/distributed_async_checkpoint_recipe.html",)
+    assumptions = ("writing from another thread does not slow the loop",)
     confidence = 0.8
 
     fix = (
@@ -205,7 +203,7 @@ class SavingTime(SavingRule):
     host_check = "saving"
     reads_record = True
     found_in = ("recorded/saving.slow",)
-    silent_in = ("recorded/saving.cured", *CURED_RECORDINGS)
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording that saves in every fourth step; silent without"
 
     min_share = Threshold(0.05, "of the sampled stacks", XPROF)

@@ -49,7 +49,7 @@ class PeriodicWork(Rule):
     title = "Code that runs every few steps takes much of the run"
     reads_record = True
     is_python_time = True
-    found_in: ClassVar[tuple[str, ...]] = ("traces/h100/seg_val_hist",)
+    found_in = ("traces/h100/seg_val_hist",)
     silent_in = CURED_RECORDINGS
     validation_note = (
         "two recordings of an H100 with other programs on it. A Python loop over time before every "

@@ -232,9 +232,7 @@ class PythonHotSpot(Rule):
             summary=self._write_summary(a, classified) + note,
             evidence=[
                 amount_per_step(a, "GPU idle in these functions", total),
-                self.compare(
-                    "GPU idle in these functions, share", total / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "GPU idle in these functions", total),
                 *(
                     Evidence(_format_place(spot), spot["critical_ns"] / a.step_count, "ns")
                     for spot in classified

@@ -94,12 +94,7 @@ class RecurrentCells(Rule):
             evidence=[
                 self.compare("calls of the cell", count, "min_calls", "count", per=a.per),
                 amount_per_step(a, "the loop's operators and their backward", ns),
-                self.compare(
-                    "the loop's operators and their backward, share",
-                    ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "the loop's operators and their backward", ns),
             ],
             where=costliest_places(
                 a, cells["row"].to_numpy().astype(np.int64), cells["ns"].to_numpy(), top=1

@@ -15,7 +15,7 @@ from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.repeated_passes import differentiated_nodes
 from advisor.measure.host.stacks import ENGINE_NODE, NODE_PREFIX
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     Rows,
     amount_per_step,
@@ -51,12 +51,8 @@ class RepeatedBackward(Rule):
     title = "The backward pass goes through the same graph again"
     training_only = True
     sampled_part = "backward"
-    found_in: ClassVar[tuple[str, ...]] = ("traces/h100/face_gan",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-        "traces/h100/python_norms",
-    )
+    found_in = ("traces/h100/face_gan",)
+    silent_in = (*SILENT_INPUTS, "traces/h100/python_norms")
     validation_note = (
         "a GAN on an H100: 4.3 ms predicted, 4.4 measured; a detector with three backward passes, "
         "14 to 25 ms measured, inside the range"
@@ -143,7 +139,7 @@ class RepeatedBackward(Rule):
                     a, "nodes of the backward pass that run again", int(repeated.sum()), "count"
                 ),
                 *time_evidence,
-                self.compare("nodes that run again, share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare_share(a, "nodes that run again", ns),
             ],
             where=costliest_places(a, rows[repeated], top=1),
             edits=remove_at("repeated_backward"),

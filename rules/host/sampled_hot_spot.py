@@ -63,7 +63,7 @@ class SampledHotSpot(Rule):
     title = "Code on the CPU leaves the GPU idle"
     reads_record = True
     is_python_time = True
-    found_in: ClassVar[tuple[str, ...]] = ("traces/h100/photo_tagger",)
+    found_in = ("traces/h100/photo_tagger",)
     silent_in = CURED_RECORDINGS
     validation_note = (
         "two recordings of an H100 with other programs on it. Images normalized one by one in a "

@@ -1,7 +1,5 @@
 """Training steps that run their forward pass twice."""
 
-from typing import ClassVar
-
 import numpy as np
 
 from advisor.core.finding import Finding, Outcomes, Select
@@ -9,7 +7,7 @@ from advisor.core.intervals import covered_length
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.families import find_layer_operators
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -36,12 +34,8 @@ class SecondForward(Rule):
     title = "The forward pass runs twice in each step"
     training_only = True
     sampled_part = "forward"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/second_forward.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/second_forward.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/second_forward.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording, torch 2.13: a second forward for accuracy, 29% of the step predicted, "
         "28% measured"
@@ -87,7 +81,7 @@ class SecondForward(Rule):
         evidence = [
             amount_per_step(a, "layers that run again", len(table), "count"),
             amount_per_step(a, "time of the second pass", ns),
-            self.compare("time of the second pass, share", ns / a.span_ns, "min_share", per=a.per),
+            self.compare_share(a, "time of the second pass", ns),
         ]
         worst = self.worst_factor
         if repeated_share is not None:

@@ -46,8 +46,8 @@ class SliceGradients(Rule):
     id = "slice-gradients"
     title = "Each slice taken in a loop gets a gradient as large as the whole tensor"
     training_only = True
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/slices.slow", "traces/h100/organ_seg")
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/slices.cured", *CURED_RECORDINGS)
+    found_in = ("recorded/slices.slow", "traces/h100/organ_seg")
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (_UNBIND,)
 
@@ -110,9 +110,7 @@ class SliceGradients(Rule):
                 amount_per_step(a, "gradients of slices", len(rows), "count"),
                 amount_per_step(a, "time of the gradients of slices", ns),
                 self.compare("slices of one tensor", slices, "min_slices", "count", per=a.per),
-                self.compare(
-                    "time of the gradients of slices, share", ns / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "time of the gradients of slices", ns),
             ],
             where=costliest_places(a, rows, np.ones(len(rows), dtype=int), top=1),
             edits=[

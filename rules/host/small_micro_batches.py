@@ -1,7 +1,7 @@
 """Accumulation of gradients over micro-batches that are too small to keep the device busy."""
 
 from collections import Counter
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -73,15 +73,12 @@ class SmallMicroBatches(Rule):
     title = "Gradients are accumulated over small micro-batches"
     training_only = True
     sampled_part = "backward"
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "recorded/micro_batches.slow",
         "recorded/gloo_accumulation.slow",
+        "recorded/gloo_accumulation.cured",  # cured of another fault
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/micro_batches.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording, torch 2.13, and its cure: 3.31 ms predicted, 4.04 ms measured. A "
         "classifier of single sentences, not in the tests: 124 ms predicted, 120 ms measured"
@@ -162,12 +159,7 @@ class SmallMicroBatches(Rule):
             evidence=[
                 self.compare("passes per optimizer step", passes.number, "min_passes", "count"),
                 amount_per_step(a, "short calls and time between them", ns),
-                self.compare(
-                    "short calls and time between them, share",
-                    ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "short calls and time between them", ns),
                 Evidence("calls per pass", len(short) / len(pass_spans) / passes.number, "count"),
             ],
             where=costliest_places(a, layers["row"].to_numpy(), layers["ns"].to_numpy(), top=1),

@@ -29,7 +29,7 @@ class TimeBetweenSteps(Rule):
     verdict_role = "time between steps"
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
-    silent_in = ("recorded/waiting_loop.cured", *CURED_RECORDINGS)
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording that evaluates every twenty steps on much data"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.autograd.grad_mode.inference_mode.html",

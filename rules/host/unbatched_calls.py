@@ -2,7 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -66,11 +65,9 @@ class UnbatchedCalls(Rule):
         "CPU recordings, torch 2.13: 64 calls per step, 5.2 ms instead of 0.6 with one; silent on "
         "layers of one size, a recurrent loop and rollouts"
     )
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/one_by_one.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/one_by_one.cured", *CURED_RECORDINGS)
-    references: ClassVar[tuple[str, ...]] = (
-        "https://docs.pytorch.org/docs/stable/generated/torch.vmap.html",
-    )
+    found_in = ("recorded/one_by_one.slow",)
+    silent_in = CURED_RECORDINGS
+    references = ("https://docs.pytorch.org/docs/stable/generated/torch.vmap.html",)
 
     min_calls = Threshold(16, "calls per step with equal shapes", CHOSEN)
     min_share = Threshold(0.10, "of the step in these calls and their backward", XPROF)
@@ -146,9 +143,7 @@ class UnbatchedCalls(Rule):
             evidence=[
                 amount_per_step(a, "calls and their backward", ns),
                 self.compare("calls on one sample", number, "min_calls", "count", per=a.per),
-                self.compare(
-                    "calls and their backward, share", ns / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "calls and their backward", ns),
             ],
             where=costliest_places(a, calls.to_numpy(), np.ones(len(calls), dtype=np.int64), top=1),
             edits=[
@@ -191,7 +186,7 @@ class LoopedOperators(Rule):
     validation_note = (
         "CPU recordings, torch 2.13: a mean over neighbours by node, 63 ms per step instead of 9"
     )
-    references: ClassVar[tuple[str, ...]] = (
+    references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.index_add_.html",
         "https://docs.pytorch.org/docs/stable/generated/torch.Tensor.scatter_reduce_.html",
     )
@@ -250,12 +245,7 @@ class LoopedOperators(Rule):
                 self.compare(
                     "calls of each operator", number / joins * a.step_count, "min_calls", "count"
                 ),
-                self.compare(
-                    "the loop's operators and their backward, share",
-                    ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "the loop's operators and their backward", ns),
             ],
             where=costliest_places(a, loop["row"].to_numpy(), loop["ns"].to_numpy(), top=1),
             known_cost=True,

@@ -4,7 +4,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar
 
 import numpy as np
 import polars as pl
@@ -92,13 +91,8 @@ class ConstantProjections(Rule):
 
     id = "constant-projections"
     title = "Each token projects an input again that does not change"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/picture_answers.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/picture_answers.cured",
-        "recorded/no_cache.cured",
-        "recorded/embedded_prefix.cured",
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/picture_answers.slow",)
+    silent_in = ("recorded/no_cache.cured", "recorded/embedded_prefix.cured", *CURED_RECORDINGS)
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache",
@@ -162,12 +156,7 @@ class ConstantProjections(Rule):
                 ),
                 amount_per_step(a, "layers on constant rows", len(rows), "count"),
                 amount_per_step(a, "time of the layers on constant rows", ns),
-                self.compare(
-                    "time of the layers on constant rows, share",
-                    ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "time of the layers on constant rows", ns),
             ],
             where=costliest_places(a, rows, top=1),
             edits=self._build_edits(a, rows, ns),

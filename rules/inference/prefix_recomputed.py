@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -42,15 +42,11 @@ class PrefixRecomputed(Rule):
 
     id = "prefix-recomputed"
     title = "Each new token computes the whole sequence again: no KV cache"
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "recorded/no_cache.slow",
         "recorded/embedded_prefix.slow",
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/no_cache.cured",
-        "recorded/embedded_prefix.cured",
-        *CURED_RECORDINGS,
-    )
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache",

@@ -1,7 +1,7 @@
 """A module of an inference loop gets inputs that it already computed an output for."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from advisor.core.finding import Finding, Impact, Location, Outcomes, impact_without_gain
 from advisor.core.rule import Factor, Rule, Threshold
@@ -48,8 +48,8 @@ class SameInputAgain(Rule):
     title = "A module computes the same output again"
     reads_record = True
     sampled_part = "forward"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/text_encoder.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/text_encoder.cured", *CURED_RECORDINGS)
+    found_in = ("recorded/text_encoder.slow",)
+    silent_in = CURED_RECORDINGS
     validation_note = (
         "a CPU recording, torch 2.13: a text encoder in each of 8 denoising steps, 27% of the step "
         "predicted; 25–36% measured in four pairs of runs"

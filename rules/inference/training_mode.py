@@ -1,7 +1,5 @@
 """A model that does not train runs in training mode, with active dropout layers."""
 
-from typing import ClassVar
-
 import numpy as np
 
 from advisor.core import text as t
@@ -35,8 +33,8 @@ class TrainingMode(Rule):
 
     id = "training-mode"
     title = "The model runs in training mode, and nothing trains"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/training_mode.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/training_mode.cured", *CURED_RECORDINGS)
+    found_in = ("recorded/training_mode.slow",)
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.eval",

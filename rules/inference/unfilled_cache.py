@@ -1,6 +1,6 @@
 """Attention over slots of a key-value cache that hold no tokens yet."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -10,7 +10,7 @@ from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -50,12 +50,8 @@ class UnfilledCache(Rule):
 
     id = "unfilled-cache"
     title = "Attention reads slots of the cache that hold no tokens"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/static_cache.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/static_cache.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/static_cache.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = "a CPU recording, torch 2.13, and its cure: 9.4 ms predicted, 12 ms measured"
     references = ("https://docs.pytorch.org/blog/accelerating-generative-ai-2/",)
 
@@ -111,12 +107,7 @@ class UnfilledCache(Rule):
                     self.compare(
                         "slots that hold tokens, share", float(shares.mean()), "max_filled_share"
                     ),
-                    self.compare(
-                        "attention to empty slots, share",
-                        empty_ns / a.span_ns,
-                        "min_share",
-                        per=a.per,
-                    ),
+                    self.compare_share(a, "attention to empty slots", empty_ns),
                 ],
                 where=costliest_places(a, rows),
                 edits=[

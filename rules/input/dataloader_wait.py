@@ -518,7 +518,7 @@ class SamplerTime(Rule):
     title = "The batch sampler takes much of each step in the loop's own process"
     is_python_time = True
     found_in = ("recorded/batch_sampler.slow",)
-    silent_in = ("recorded/batch_sampler.cured", "recorded/worker_cpu.slow")
+    silent_in = ("recorded/worker_cpu.slow",)
     validation_note = (
         "CPU recordings, torch 2.13: a sampler that filters and searches lists for each batch "
         "(median step 41 ms), and one that shuffles once (9.2 ms)"

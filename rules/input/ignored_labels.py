@@ -115,12 +115,7 @@ class IgnoredLabels(Rule):
                 self.compare("labels that the loss ignores", ignored, "min_ignored_share"),
                 Evidence("positions with logits, per pass", work.positions, "count"),
                 amount_per_step(a, "time of the logits, their loss and gradients", ns),
-                self.compare(
-                    "time of the logits, their loss and gradients, share",
-                    ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "time of the logits, their loss and gradients", ns),
             ],
             where=_find_products(a, work) if line is None else [line.location],
             edits=edits,

@@ -73,7 +73,7 @@ class LoaderWorkers(LoadingRule):
     knobs = ("workers",)
     reads_record = True
     found_in = ("recorded/workers.slow",)
-    silent_in = ("recorded/workers.cured", *CURED_RECORDINGS)
+    silent_in = CURED_RECORDINGS
     validation_note = (
         "CPU recordings on two cores, torch 2.13, a dataset that sleeps: fires with no workers and "
         "with one, silent with two"
@@ -299,7 +299,7 @@ class CpuBoundTransforms(SharedCoresRule):
     knobs = ("workers",)
     reads_record = True
     found_in = ("recorded/worker_cpu.slow",)
-    silent_in = ("recorded/worker_cpu.cured", *CURED_RECORDINGS)
+    silent_in = CURED_RECORDINGS
     validation_note = (
         "CPU recordings on two cores, torch 2.13: a dataset that decompresses a file for each "
         "sample, against one that maps it into memory"

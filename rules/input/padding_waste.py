@@ -67,7 +67,7 @@ class PaddingWaste(Rule):
     title = "A large part of each batch is padding"
     reads_record = True
     found_in = ("workloads/padding_waste", "recorded/padding.slow")
-    silent_in = (*CURED_RECORDINGS, "workloads/padding_waste", "recorded/padding.cured")
+    silent_in = (*CURED_RECORDINGS, "workloads/padding_waste")
     validation_note = (
         "CPU recordings of batches padded to one length; silent with buckets, and with batches "
         "padded to their longest sequence"

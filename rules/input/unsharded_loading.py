@@ -13,7 +13,7 @@ from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_ta
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import NODE_PREFIX
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -54,7 +54,7 @@ class UnshardedLoading(Rule):
     id = "unsharded-loading"
     title = "Each rank loads samples that only other ranks use"
     found_in = ("recorded/unsharded.slow",)
-    silent_in = ("recorded/unsharded.cured", *SILENT_TRACES, *CURED_RECORDINGS)
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording of two ranks, torch 2.13 with gloo, and its cure: 47 ms predicted, 54 ms "
         "measured"
@@ -119,9 +119,7 @@ class UnshardedLoading(Rule):
                 Evidence("samples of a loaded batch", samples, "count"),
                 Evidence("samples that the rank keeps", kept, "count"),
                 amount_per_step(a, "waiting for the loader", waits.exposed),
-                self.compare(
-                    "loading for other ranks, share", saved / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "loading for other ranks", saved),
             ],
             where=costliest_places(a, waits.host, waits.exposed_ns),
             edits=[edit],

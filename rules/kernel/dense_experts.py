@@ -2,7 +2,7 @@
 
 from collections import Counter
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,16 +13,14 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX
-from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
-    backward_operators,
     costliest_places,
     of_step,
     outermost_in_steps,
 )
-from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
 PRODUCTS = ("aten::linear", "aten::matmul", "aten::addmm", "aten::mm")
@@ -73,12 +71,8 @@ class DenseExperts(Rule):
 
     id = "dense-experts"
     title = "Each expert computes all tokens, and few experts are chosen"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/experts.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/experts.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/experts.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording, torch 2.13, and its cure: 18.9 ms predicted, 21.3 ms measured. Another, "
         "not in the tests: 32.4 ms predicted, 38.8 ms measured"
@@ -122,8 +116,7 @@ class DenseExperts(Rule):
         for mixture in self._find_mixtures(a):
             experts, chosen, tokens = mixture.choice
             forward_rows = np.array(mixture.rows)
-            backward_rows = rows_in_steps(a, backward_operators(a, forward_rows))
-            rows = np.concatenate([forward_rows, backward_rows])
+            rows, backward_rows = with_backward(a, forward_rows)
             ns = time_of_operators(a, rows)
             unchosen = 1 - chosen / experts
             central = ns * max(0.0, unchosen - self.added_share)
@@ -142,12 +135,7 @@ class DenseExperts(Rule):
                     self.compare(
                         "part of the experts that is chosen", chosen / experts, "max_chosen_share"
                     ),
-                    self.compare(
-                        "work of experts that are not chosen, share",
-                        central / a.span_ns,
-                        "min_share",
-                        per=a.per,
-                    ),
+                    self.compare_share(a, "work of experts that are not chosen", central),
                 ],
                 where=costliest_places(a, forward_rows),
                 edits=[

@@ -1,7 +1,5 @@
 """Operators and kernels that compute in double precision."""
 
-from typing import ClassVar
-
 import numpy as np
 import polars as pl
 
@@ -12,7 +10,7 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
 from advisor.measure.host.stacks import is_operator
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF, public_traces
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.rules.support.kernel_work import (
     compute_mask,
@@ -45,18 +43,12 @@ class DoublePrecision(Rule):
         "8.8 ms in float32; silent in float32. Mask generation in BF16 on an A100: masks are "
         "resized, compared and indexed as doubles, 87 of 499 ms"
     )
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "recorded/float64.slow",
         "traces/pairs/sam_3_bf16_compiled_sdpa",
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/float64.cured",
-        *CURED_RECORDINGS,
-        *public_traces("a100_train_6steps v100_train_copy_heavy two_ranks_rank0 b200_eager"),
-    )
-    references: ClassVar[tuple[str, ...]] = (
-        "https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",
-    )
+    silent_in = SILENT_INPUTS
+    references = ("https://docs.pytorch.org/docs/stable/generated/torch.set_default_dtype.html",)
 
     min_share = Threshold(
         0.10,
@@ -129,7 +121,7 @@ class DoublePrecision(Rule):
             summary=f"Matrix products and convolutions of doubles take {of_step(a, ns)}.",
             evidence=[
                 amount_per_step(a, "products of doubles", ns),
-                self.compare("products of doubles, share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare_share(a, "products of doubles", ns),
                 amount_per_step(a, "all operators on doubles", int(double["own"].sum())),
             ],
             where=costliest_places(a, rows, products["ns"].to_numpy()),
@@ -187,7 +179,7 @@ class DoublePrecision(Rule):
             summary=f"Kernels on doubles (float64) take {of_step(a, ns)}{longest}.",
             evidence=[
                 amount_per_step(a, "kernels on doubles", ns),
-                self.compare("kernels on doubles, share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare_share(a, "kernels on doubles", ns),
                 *product_evidence,
             ],
             where=where,

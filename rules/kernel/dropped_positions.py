@@ -13,17 +13,15 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX
-from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
-    backward_operators,
     costliest_places,
     of_step,
     outermost_in_steps,
     runs_code_of,
 )
-from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
 Shape = tuple[int, ...]
@@ -95,16 +93,11 @@ class DroppedPositions(Rule):
 
     id = "dropped-positions"
     title = "A layer computes positions that are then dropped"
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "recorded/last_position.slow",
         "recorded/transcribe.slow",
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/last_position.cured",
-        "recorded/transcribe.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording, torch 2.13, and its cure: 10.1 ms predicted, 9.4 ms measured. Another, "
         "not in the tests: 24.1 ms predicted, 22.6 ms measured"
@@ -149,8 +142,7 @@ class DroppedPositions(Rule):
             return
         for dropped in self._find_dropped(a):
             layer_rows = np.array(dropped.made)
-            backward_rows = rows_in_steps(a, backward_operators(a, np.array(dropped.through)))
-            rows = np.concatenate([layer_rows, backward_rows])
+            rows, backward_rows = with_backward(a, layer_rows, np.array(dropped.through))
             ns = time_of_operators(a, rows)
             saved = [ns * (1 - kept_times * dropped.kept) for kept_times in (1, 0.5)]
             saved.append(ns * max(0.0, 0.8 - 2 * dropped.kept))
@@ -168,12 +160,7 @@ class DroppedPositions(Rule):
                     amount_per_step(a, "time of the layer", ns),
                     amount_per_step(a, "calls of the layer", len(dropped.made), "count"),
                     self.compare("part of the result that is used", dropped.kept, "max_kept_share"),
-                    self.compare(
-                        "work on dropped positions, share",
-                        saved[0] / a.span_ns,
-                        "min_share",
-                        per=a.per,
-                    ),
+                    self.compare_share(a, "work on dropped positions", saved[0]),
                 ],
                 where=costliest_places(a, layer_rows, top=1 if dropped.ahead else 3),
                 edits=[scale_operators(a, rows, saved)],

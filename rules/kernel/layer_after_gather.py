@@ -9,16 +9,14 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.stacks import NODE_PREFIX
-from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
-    backward_operators,
     costliest_places,
     of_step,
     outermost_in_steps,
 )
-from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
 GATHERS = ("aten::index", "aten::index_select", "aten::embedding")
@@ -52,12 +50,8 @@ class LayerAfterGather(Rule):
 
     id = "layer-after-gather"
     title = "A layer computes the same rows many times, after an index repeats them"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/gathered_nodes.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/gathered_nodes.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/gathered_nodes.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording, torch 2.13, and its cure: 42 ms predicted (11 to 66), 30 measured"
     )
@@ -89,8 +83,7 @@ class LayerAfterGather(Rule):
         if not found:
             return
         rows = np.array([each.layer for each in found])
-        backward_rows = rows_in_steps(a, backward_operators(a, rows))
-        every = np.concatenate([rows, backward_rows])
+        every, backward_rows = with_backward(a, rows)
         ns = time_of_operators(a, every)
         needed = sum(each.source[0] for each in found) / sum(each.gathered for each in found)
         saved = [ns * (1 - needed), ns * (1 - 0.5 * needed), ns * max(0.0, 0.8 - 2 * needed)]
@@ -113,9 +106,7 @@ class LayerAfterGather(Rule):
                     "min_repeats",
                     "count",
                 ),
-                self.compare(
-                    "work on repeated rows, share", saved[0] / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "work on repeated rows", saved[0]),
             ],
             where=costliest_places(a, rows, top=1),
             edits=[scale_operators(a, every, saved)],

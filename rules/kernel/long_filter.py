@@ -1,7 +1,7 @@
 """Long one-dimensional filters that are applied directly, without a Fourier transform."""
 
 from math import log2, prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -12,23 +12,14 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at, next_fast_length
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX
-from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import (
-    CHOSEN,
-    CURED_RECORDINGS,
-    PEAKS,
-    SILENT_TRACES,
-    SLOW_ARGUMENTS,
-    XPROF,
-)
+from advisor.rules.support.citations import CHOSEN, PEAKS, SILENT_INPUTS, SLOW_ARGUMENTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
-    backward_operators,
     costliest_places,
     of_step,
     outermost_in_steps,
 )
-from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
 CONVOLUTION = "aten::conv1d"
@@ -65,12 +56,8 @@ class LongFilter(Rule):
 
     id = "long-filter"
     title = "A convolution applies long filters directly"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/reverb.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/reverb.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/reverb.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://docs.pytorch.org/audio/stable/generated/torchaudio.functional.fftconvolve.html",
@@ -108,8 +95,7 @@ class LongFilter(Rule):
         if not filters:
             return
         forward_rows = np.array(sorted(filters))
-        backward_rows = rows_in_steps(a, backward_operators(a, forward_rows))
-        rows = np.concatenate([forward_rows, backward_rows])
+        rows, backward_rows = with_backward(a, forward_rows)
         ns = time_of_operators(a, rows)
         passes = 1 + 2 * len(backward_rows) / len(forward_rows)
         left = self._estimate_transforms(a, list(filters.values()), passes)
@@ -128,12 +114,7 @@ class LongFilter(Rule):
                 self.compare("taps of the longest filter", longest.taps, "min_taps", "count"),
                 amount_per_step(a, "convolutions with long filters", len(forward_rows), "count"),
                 amount_per_step(a, "time of the convolutions", ns),
-                self.compare(
-                    "time that transforms would save, share",
-                    saved[0] / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "time that transforms would save", saved[0]),
             ],
             where=costliest_places(a, forward_rows),
             edits=[scale_operators(a, rows, saved)],

@@ -1,7 +1,7 @@
 """Matrix products with a dense matrix that is nearly all zeros."""
 
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -13,23 +13,14 @@ from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX
-from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import (
-    CHOSEN,
-    CURED_RECORDINGS,
-    PEAKS,
-    SILENT_TRACES,
-    SLOW_ARGUMENTS,
-    XPROF,
-)
+from advisor.rules.support.citations import CHOSEN, PEAKS, SILENT_INPUTS, SLOW_ARGUMENTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
-    backward_operators,
     costliest_places,
     of_step,
     outermost_in_steps,
 )
-from advisor.rules.support.kernel_work import scale_operators, time_of_operators
+from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
 PRODUCTS = frozenset(f"aten::{name}" for name in "matmul mm addmm bmm linear".split())
@@ -78,16 +69,11 @@ class MostlyZeroOperand(Rule):
 
     id = "mostly-zero-operand"
     title = "Matrix products multiply by a dense matrix that is nearly all zeros"
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "recorded/dense_graph.slow",
         "recorded/confusion.slow",
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/dense_graph.cured",
-        "recorded/confusion.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    silent_in = SILENT_INPUTS
     validation_note = (
         "CPU recordings, torch 2.13, and their cures: a graph (58.2 ms predicted, 60 ms measured) "
         "and a confusion matrix (11.9 ms predicted, 13.7 ms measured)"
@@ -149,8 +135,7 @@ class MostlyZeroOperand(Rule):
         largest = max(products, key=lambda matrix: time_of_operators(a, products[matrix]))
         similar = [m for m in products if m.is_one_hot == largest.is_one_hot]
         forward_rows = np.unique(np.concatenate([products[matrix] for matrix in similar]))
-        backward_rows = rows_in_steps(a, backward_operators(a, forward_rows))
-        rows = np.concatenate([forward_rows, backward_rows])
+        rows, _ = with_backward(a, forward_rows)
         ns = time_of_operators(a, rows)
         ratio = self.remaining_ratio if a.device_id is None else self.device_remaining_ratio
         left = min(ns, ns * ratio * max(matrix.density for matrix in similar))
@@ -177,12 +162,7 @@ class MostlyZeroOperand(Rule):
                 amount_per_step(a, "products with the matrix", len(forward_rows), "count"),
                 amount_per_step(a, "time of the products", ns),
                 self.compare("entries of the matrix", height * width, "min_entries", "count"),
-                self.compare(
-                    "time of products with zeros, share",
-                    saved[0] / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "time of products with zeros", saved[0]),
             ],
             where=costliest_places(a, forward_rows),
             edits=[scale_operators(a, rows, saved)],

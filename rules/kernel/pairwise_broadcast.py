@@ -14,13 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import calls_by_inputs, readers_behind
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.stacks import parent_rows
-from advisor.rules.support.citations import (
-    CHOSEN,
-    CURED_RECORDINGS,
-    SILENT_TRACES,
-    SLOW_ARGUMENTS,
-    XPROF,
-)
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, SLOW_ARGUMENTS, XPROF
 from advisor.rules.support.common import Rows, amount_per_step, costliest_places, of_step
 from advisor.rules.support.kernel_work import exact_pattern, scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
@@ -110,12 +104,8 @@ class PairwiseBroadcast(Rule):
 
     id = "pairwise-broadcast"
     title = "All pairs are computed by broadcasting, not by a matrix product"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/pairs.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/pairs.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/pairs.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = "a CPU recording of distances to 512 codes, torch 2.13, and its cure"
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.cdist.html",)
 
@@ -203,12 +193,7 @@ class PairwiseBroadcast(Rule):
                 evidence=[
                     amount_per_step(a, "operators on the broadcast tensor", len(rows), "count"),
                     amount_per_step(a, "time of operators on the broadcast tensor", ns),
-                    self.compare(
-                        "time of operators on the broadcast tensor, share",
-                        ns / a.span_ns,
-                        "min_share",
-                        per=a.per,
-                    ),
+                    self.compare_share(a, "time of operators on the broadcast tensor", ns),
                 ],
                 where=costliest_places(a, made),
                 edits=[scale_operators(a, rows, saved)],

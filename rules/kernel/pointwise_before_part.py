@@ -12,7 +12,7 @@ from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
     costliest_places,
@@ -59,12 +59,8 @@ class PointwiseBeforePart(Rule):
 
     id = "pointwise-before-part"
     title = "Arithmetic on a whole tensor of which a part is used"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/pictures.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/pictures.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/pictures.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording, torch 2.13, and its cure, on a busy machine. A service that normalised "
         "frames before it resized them, not in the tests: 20 to 22 ms predicted, 24 to 32 ms "
@@ -120,12 +116,7 @@ class PointwiseBeforePart(Rule):
                     self.compare(
                         "part of the elements that is used", arithmetic.used, "max_used_share"
                     ),
-                    self.compare(
-                        "arithmetic on unused elements, share",
-                        saved / a.span_ns,
-                        "min_share",
-                        per=a.per,
-                    ),
+                    self.compare_share(a, "arithmetic on unused elements", saved),
                 ],
                 where=costliest_places(a, rows),
                 edits=[scale_operators(a, rows, (saved, ns, 0.8 * saved))],

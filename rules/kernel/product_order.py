@@ -15,13 +15,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import (
-    CHOSEN,
-    CURED_RECORDINGS,
-    SILENT_TRACES,
-    SLOW_ARGUMENTS,
-    XPROF,
-)
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, SLOW_ARGUMENTS, XPROF
 from advisor.rules.support.common import (
     Rows,
     amount_per_step,
@@ -59,12 +53,8 @@ class ProductOrder(Rule):
 
     id = "product-order"
     title = "Two matrix products in a row run in the expensive order"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/product_order.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/product_order.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/product_order.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = (
         "a CPU recording of attention without a softmax and its cure, torch 2.13: 55% of the step "
         "predicted, 57% measured; a graph network with sparse products: 22% and 22%"
@@ -138,7 +128,7 @@ class ProductOrder(Rule):
                     self.compare(
                         "arithmetic that remains", 1 - saved[1] / ns, "max_remaining_share"
                     ),
-                    self.compare("time saved, share", saved[0] / a.span_ns, "min_share", per=a.per),
+                    self.compare_share(a, "time saved", saved[0]),
                 ],
                 where=costliest_places(a, products, top=1),
                 edits=[scale_operators(a, rows, saved)],

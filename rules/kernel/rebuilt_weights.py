@@ -11,7 +11,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.rebuilt_weights import CAST, CONSTANT, NORM, OPERAND
-from advisor.rules.support.citations import CURED_RECORDINGS, SILENT_TRACES, XPROF, public_traces
+from advisor.rules.support.citations import SILENT_INPUTS, XPROF, public_traces
 from advisor.rules.support.common import (
     amount_per_step,
     find_places,
@@ -80,7 +80,7 @@ class RebuiltWeights(Rule):
 
     id = "rebuilt-weights"
     title = "Tensors that do not change are recomputed in each forward pass"
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "traces/h100/doc_finder",
         "traces/h100/latent_sampler",
         "traces/h100/voice_stream",
@@ -90,12 +90,7 @@ class RebuiltWeights(Rule):
             "pairs/particle_batch128"
         ),
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-        "recorded/constant_kernel.cured",
-        "traces/h100/python_norms",
-    )
+    silent_in = (*SILENT_INPUTS, "traces/h100/python_norms")
     validation_note = (
         "on an H100: a sampler's casts, 2.2 ms predicted, 2.5 measured; weight norm of a vocoder, "
         "4.6 ms (up to 9.1) predicted, 8.3 measured. On a CPU: a resampling filter, 66 ms "
@@ -176,12 +171,7 @@ class RebuiltWeights(Rule):
             evidence=[
                 amount_per_step(a, "operators that recompute weights", len(rows), "count"),
                 *time_evidence,
-                self.compare(
-                    "operators that recompute weights, share",
-                    ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "operators that recompute weights", ns),
             ],
             where=find_places(a, intervals, rows.astype(np.int64)),
             edits=remove_at("rebuilt_weights"),

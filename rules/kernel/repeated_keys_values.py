@@ -16,7 +16,7 @@ from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, SILENT_TRACES, XPROF
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     TRANSFORMERS,
     Rows,
@@ -95,12 +95,8 @@ class RepeatedKeysValues(Rule):
     id = "repeated-keys-values"
     subject = "attention"
     title = "Keys and values are copied for each query head of their group"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/grouped_heads.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/grouped_heads.cured",
-        *CURED_RECORDINGS,
-        *SILENT_TRACES,
-    )
+    found_in = ("recorded/grouped_heads.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html",
@@ -205,12 +201,7 @@ class RepeatedKeysValues(Rule):
                 amount_per_step(a, "time of the copies and their backward pass", ns + gradient_ns),
                 amount_per_step(a, "backward pass of the copies", gradient_ns),
                 Evidence("query heads per head of keys", largest.times, "count"),
-                self.compare(
-                    "copies and their backward pass, share",
-                    (ns + gradient_ns) / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "copies and their backward pass", ns + gradient_ns),
             ],
             where=costliest_places(a, copies, top=1),
             edits=list(self._edits(a, readers, copies, ns, backward, gradient_ns)),

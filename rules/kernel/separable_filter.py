@@ -1,7 +1,7 @@
 """Large filters applied in one pass instead of one pass per dimension."""
 
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,13 +12,7 @@ from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.operator_arguments import calls_by_inputs
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX, hottest_line
-from advisor.rules.support.citations import (
-    CHOSEN,
-    CURED_RECORDINGS,
-    SILENT_TRACES,
-    SLOW_ARGUMENTS,
-    XPROF,
-)
+from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, SLOW_ARGUMENTS, XPROF
 from advisor.rules.support.common import amount_per_step, costliest_places, of_step
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
@@ -55,12 +49,8 @@ class SeparableFilter(Rule):
 
     id = "separable-filter"
     title = "A large fixed filter runs as one convolution, not one per dimension"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/plates.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/plates.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/plates.slow",)
+    silent_in = SILENT_INPUTS
     validation_note = "a CPU recording of a loss of local contrast, torch 2.13, and its cure"
     references = (
         "https://docs.scipy.org/doc/scipy/reference/generated/scipy.ndimage.gaussian_filter.html",
@@ -128,9 +118,7 @@ class SeparableFilter(Rule):
                     self.compare(
                         "points of the filter along a dimension", min(sizes), self._size_limit(a)
                     ),
-                    self.compare(
-                        "time of these convolutions, share", ns / a.span_ns, "min_share", per=a.per
-                    ),
+                    self.compare_share(a, "time of these convolutions", ns),
                 ],
                 where=_find_places(a, filter_),
                 edits=[scale_operators(a, rows, saved)],

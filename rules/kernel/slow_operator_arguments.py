@@ -16,9 +16,8 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.rules.support.citations import (
     CHOSEN,
     CUFFT,
-    CURED_RECORDINGS,
     MKL_FFT,
-    SILENT_TRACES,
+    SILENT_INPUTS,
     SLOW_ARGUMENTS,
     XPROF,
 )
@@ -125,13 +124,8 @@ class SlowOperatorArguments(Rule):
 
     id = "slow-operator-arguments"
     title = "An operator is slow for the arguments it is called with"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/quadrature.slow", "recorded/memory_bank.slow")
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/quadrature.cured",
-        "recorded/memory_bank.cured",
-        *SILENT_TRACES,
-        *CURED_RECORDINGS,
-    )
+    found_in = ("recorded/quadrature.slow", "recorded/memory_bank.slow")
+    silent_in = SILENT_INPUTS
     validation_note = (
         "CPU recordings, torch 2.13, and their cures: FFTs, a norm and a sort; distances (24.5 ms "
         "predicted, 24.3 ms measured)"
@@ -229,12 +223,7 @@ class SlowOperatorArguments(Rule):
                 evidence=[
                     amount_per_step(a, "calls with slow arguments", len(rows), "count"),
                     amount_per_step(a, "time of calls with slow arguments", ns),
-                    self.compare(
-                        "time of calls with slow arguments, share",
-                        ns / a.span_ns,
-                        "min_share",
-                        per=a.per,
-                    ),
+                    self.compare_share(a, "time of calls with slow arguments", ns),
                 ],
                 where=costliest_places(a, rows, dur),
                 edits=[] if on_gpu else _build_edits(a, slow_calls),

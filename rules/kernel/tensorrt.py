@@ -50,7 +50,7 @@ class EngineLayers(Rule):
             summary=f"{t.count_noun(int(rows.sum()), self._layer)} take {of_step(a, ns)}.",
             evidence=[
                 amount_per_step(a, f"{self._layer}s", ns),
-                self.compare(f"{self._layer}s, share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare_share(a, f"{self._layer}s", ns),
             ],
             where=kernel_locations(a, rows),
             edits=[

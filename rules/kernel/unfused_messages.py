@@ -1,6 +1,6 @@
 """Messages along the edges of a graph that are written to memory."""
 
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
@@ -51,8 +51,8 @@ class UnfusedMessages(Rule):
 
     id = "unfused-messages"
     title = "Gather and scatter-add in place of a sparse product"
-    found_in: ClassVar[tuple[str, ...]] = ("traces/h100/citation_gcn",)
-    silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "traces/h100/ads_ranker")
+    found_in = ("traces/h100/citation_gcn",)
+    silent_in = (*SILENT_TRACES, "traces/h100/ads_ranker")
     validation_note = (
         "three GCNConv layers of PyTorch Geometric on an H100, forward and backward; the saving of "
         "a sparse product was not measured"
@@ -104,7 +104,7 @@ class UnfusedMessages(Rule):
             ),
             evidence=[
                 amount_per_step(a, "kernels of messages", ns),
-                self.compare("kernels of messages, share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare_share(a, "kernels of messages", ns),
                 amount_per_step(a, "messages written and read", bytes_moved, "byte"),
                 self.compare("edges per node", largest.edges / largest.nodes, "min_edges", "ratio"),
             ],

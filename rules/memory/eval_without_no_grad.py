@@ -1,7 +1,5 @@
 """Part of the loop builds an autograd graph that no backward pass uses."""
 
-from typing import ClassVar
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,8 +60,8 @@ class EvalWithoutNoGrad(Rule):
     title = "Forward passes without a backward build an autograd graph"
     training_only = True
     knobs = ("no-grad-evaluation",)
-    found_in: ClassVar[tuple[str, ...]] = ("workloads/eval_with_grad",)
-    silent_in: ClassVar[tuple[str, ...]] = (*SILENT_TRACES, "workloads/eval_with_grad")
+    found_in = ("workloads/eval_with_grad",)
+    silent_in = (*SILENT_TRACES, "workloads/eval_with_grad")
     validation_note = (
         "CPU recordings, torch 2.13: fires on validation with gradients enabled, silent on the "
         "same under inference_mode. Silent on A100, V100 and NCCL trainings (0 to 3% of the "
@@ -145,11 +143,8 @@ class EvalWithoutNoGrad(Rule):
                 ),
                 amount_per_step(a, "host time in forward passes without a backward", lost),
                 self.compare("unused graphs, share of the forward pass", share, "min_share"),
-                self.compare(
-                    "host time in forward passes without a backward, share",
-                    lost / a.span_ns,
-                    "min_step",
-                    per=a.per,
+                self.compare_share(
+                    a, "host time in forward passes without a backward", lost, "min_step"
                 ),
             ],
             where=costliest_places(a, rows_in_window),
@@ -202,7 +197,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     training_only = False  # a run that only evaluates needs no graph either
     reads_record = True
     found_in = ("recorded/evaluation_graphs.slow",)
-    silent_in = ("recorded/evaluation_graphs.cured", *CURED_RECORDINGS)
+    silent_in = CURED_RECORDINGS
     validation_note = (
         "a CPU recording with a validation loop every twenty steps; silent with no_grad"
     )

@@ -50,15 +50,11 @@ class GrowingConcatenation(Rule):
 
     id = "growing-concatenation"
     title = "A tensor grows by concatenation and is copied whole each time"
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "recorded/grown_cache.slow",
         "recorded/sliding_window.slow",
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/grown_cache.cured",
-        "recorded/sliding_window.cured",
-        *CURED_RECORDINGS,
-    )
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording, torch 2.13, and its cure"
     references = (
         "https://huggingface.co/docs/transformers/kv_cache#fixed-size-cache",
@@ -134,9 +130,7 @@ class GrowingConcatenation(Rule):
                     "min_lengths",
                     "count",
                 ),
-                self.compare(
-                    "time of growing concatenations, share", ns / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "time of growing concatenations", ns),
             ],
             where=costliest_places(a, calls),
             edits=[
@@ -174,8 +168,8 @@ class JoinedList(Rule):
 
     id = "joined-list"
     title = "A long list of tensors is joined into one in each step"
-    found_in: ClassVar[tuple[str, ...]] = ("recorded/joined_list.slow",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/joined_list.cured", *CURED_RECORDINGS)
+    found_in = ("recorded/joined_list.slow",)
+    silent_in = CURED_RECORDINGS
     validation_note = "a CPU recording of a memory bank, torch 2.13, and its cure"
     references = ("https://docs.pytorch.org/docs/stable/generated/torch.stack.html",)
 

@@ -151,7 +151,6 @@ class MemoryLeak(Rule):
     auxiliary_inputs = (SNAPSHOT,)
     found_in = ("recorded/leak.slow", *public_traces("memory/h100_leak"))
     silent_in = (
-        "recorded/leak.cured",
         "recorded/anomaly.cured",
         "recorded/gc_pauses.cured",
         "recorded/threads.cured",

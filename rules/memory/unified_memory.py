@@ -125,12 +125,7 @@ class UnifiedMemory(Rule):
             ),
             evidence=[
                 amount_per_step(a, "kernels during migrations", waited_ns),
-                self.compare(
-                    "kernels during migrations, share",
-                    waited_ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "kernels during migrations", waited_ns),
                 amount_per_step(a, "bytes to the GPU on demand", size["HtoD"], "bytes"),
                 amount_per_step(a, "bytes back on demand", size["DtoH"], "bytes"),
                 amount_per_step(a, "time of these bytes over the link", link_ns),

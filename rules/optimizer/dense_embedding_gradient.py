@@ -2,7 +2,7 @@
 
 import re
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -60,16 +60,12 @@ class DenseEmbeddingGradient(Rule):
     id = "dense-embedding-gradient"
     title = "The whole embedding table is updated for a few rows"
     training_only = True
-    found_in: ClassVar[tuple[str, ...]] = (
+    found_in = (
         "recorded/dense_embedding.slow",
         "recorded/embedding_bag.slow",
         "traces/h100/ads_ranker",
     )
-    silent_in: ClassVar[tuple[str, ...]] = (
-        "recorded/dense_embedding.cured",
-        "recorded/embedding_bag.cured",
-        *CURED_RECORDINGS,
-    )
+    silent_in = CURED_RECORDINGS
     validation_note = "CPU recordings of both layers, torch 2.13, and their cures"
     references = (
         "https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html",
@@ -147,12 +143,7 @@ class DenseEmbeddingGradient(Rule):
                 ),
                 amount_per_step(a, "time of work on whole tables", work.ns),
                 amount_per_step(a, "time of making the gradient of the table", work.gradient_ns),
-                self.compare(
-                    "time of work on whole tables, share",
-                    work.ns / a.span_ns,
-                    "min_share",
-                    per=a.per,
-                ),
+                self.compare_share(a, "time of work on whole tables", work.ns),
             ],
             where=kernel_work.kernel_locations(a, work.kernels)
             if work.kernels.any()

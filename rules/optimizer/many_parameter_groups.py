@@ -38,8 +38,8 @@ class ManyParameterGroups(Rule):
     training_only = True
     knobs = ("fused-optimizer",)
     sampled_part = "optimizer"
-    found_in: ClassVar[tuple[str, ...]] = ("traces/h100/essay_scorer",)
-    silent_in: ClassVar[tuple[str, ...]] = ("recorded/single_tensor.cured", *SILENT_TRACES)
+    found_in = ("traces/h100/essay_scorer",)
+    silent_in = ("recorded/single_tensor.cured", *SILENT_TRACES)
     validation_note = (
         "on an H100: AdamW over 198 groups of one parameter each, 27 ms predicted (15 to 60), 17 "
         "to 43 ms measured in two runs"
@@ -137,7 +137,7 @@ class ManyParameterGroups(Rule):
                 self.compare("groups in a step", rounds.groups, "min_groups", "count"),
                 Evidence("different settings of the groups", rounds.settings, "count"),
                 self.compare("tensors in a group", rounds.tensors, "max_tensors", ""),
-                self.compare("optimizer, share", ns / a.span_ns, "min_share", per=a.per),
+                self.compare_share(a, "optimizer", ns),
             ],
             where=costliest_places(a, steps, top=1),
             edits=[scale_edit(Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP), *kept)],

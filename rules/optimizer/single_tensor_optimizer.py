@@ -61,7 +61,7 @@ class SingleTensorOptimizer(Rule):
     training_only = True
     knobs = ("fused-optimizer",)
     found_in = ("recorded/single_tensor.slow",)
-    silent_in = ("recorded/single_tensor.cured", *SILENT_TRACES)
+    silent_in = SILENT_TRACES
     validation_note = (
         "a CPU recording, torch 2.13: 63% of the step predicted, 62% measured. Silent on Apex and "
         "foreach optimizers (A100, V100). It has never fired on a real GPU trace"
@@ -234,7 +234,7 @@ class SingleTensorOptimizer(Rule):
             evidence=[
                 self.compare("operators inside Optimizer.step", count, "min_kernels", "count"),
                 self.compare("median operator", median, "max_median_ns", "ns"),
-                self.compare("optimizer, share", ns / a.span_ns, "min_host_share", per=a.per),
+                self.compare_share(a, "optimizer", ns, "min_host_share"),
             ],
             where=where,
             edits=[

@@ -78,7 +78,7 @@ class UnusedGradients(Rule):
     training_only = True
     reads_record = True
     found_in = ("recorded/unfrozen.slow", "traces/h100/lora_instruct")
-    silent_in = ("recorded/unfrozen.cured", "recorded/second_forward.cured")
+    silent_in = ("recorded/second_forward.cured",)
     validation_note = (
         "CPU recordings, torch 2.13: low-rank adapters, with and without a frozen base"
     )
@@ -144,9 +144,7 @@ class UnusedGradients(Rule):
                 Evidence(f"of them, {kind_text}", report.unused, "count"),
                 Evidence("size of the unused gradients", report.bytes, "bytes"),
                 *times,
-                self.compare(
-                    "work on the unused gradients, share", ns / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "work on the unused gradients", ns),
             ],
             fix=fix,
             code=code,

@@ -65,7 +65,7 @@ class BelowRate(Rule):
     best_speedup = Factor(10.0, "times faster, at best", TRIED_ON_TRACES)
     worst_speedup = Factor(2.0, "times faster, at worst", TRIED_ON_TRACES)
 
-    assumptions: ClassVar[tuple[str, ...]] = (
+    assumptions = (
         "the operators reach {attained_share:.0%} of the attainable rate "
         "({worst_attained_share:.0%} to {best_attained_share:.0%}), and none gets more than "
         "{speedup:g} times faster ({worst_speedup:g} to {best_speedup:g})",

@@ -186,3 +186,4 @@ SILENT_TRACES = public_traces("a100_train_6steps v100_train_copy_heavy two_ranks
 """Public traces of training and inference without what most rules look for: their ``silent_in``."""
 CURED_RECORDINGS = ("recorded/anomaly.cured", "recorded/gc_pauses.cured", "recorded/leak.cured")
 """Recordings of fixed programs, for ``silent_in``."""
+SILENT_INPUTS = (*SILENT_TRACES, *CURED_RECORDINGS)

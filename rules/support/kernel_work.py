@@ -26,6 +26,7 @@ from advisor.replay.selection import mask_launched_under
 from advisor.rules.support.citations import FLASH_2, FLASH_3, SMALL_GRIDS_TRACES
 from advisor.rules.support.common import (
     Rows,
+    backward_operators,
     layer_columns,
     layer_fields,
     locate_row,
@@ -278,6 +279,13 @@ def time_of_operators(a: Analysis, rows: Rows) -> int:
     ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
     intervals = union(ts, ts + dur)
     return int(intervals.total) if a.device_id is None else work_launched_in(a, intervals)
+
+
+def with_backward(a: Analysis, forward: Rows, through: Rows | None = None) -> tuple[Rows, Rows]:
+    """Return operators together with those of their backward pass in the steps, and the latter
+    alone. ``through``: operators whose backward pass counts, if it is not that of all."""
+    backward = rows_in_steps(a, backward_operators(a, forward if through is None else through))
+    return np.concatenate([forward, backward]), backward
 
 
 def scale_operators(a: Analysis, rows: Rows, saved: Sequence[float]) -> Edit:

@@ -140,7 +140,7 @@ class DtypeInflation(Rule):
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time", cost),
-                self.compare("exposed copy time, share", cost / a.span_ns, "min_share", per=a.per),
+                self.compare_share(a, "exposed copy time", cost),
                 amount_per_step(a, "bytes sent", bytes_sent, "bytes"),
                 amount_per_step(a, "bytes before the conversion", bytes_needed, "bytes"),
                 Evidence("steps with such a copy", steps, "count"),

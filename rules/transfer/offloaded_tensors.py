@@ -113,9 +113,7 @@ class OffloadedTensors(Rule):
             ),
             evidence=[
                 amount_per_step(a, "exposed copy time", exposed),
-                self.compare(
-                    "exposed copy time, share", exposed / a.span_ns, "min_share", per=a.per
-                ),
+                self.compare_share(a, "exposed copy time", exposed),
                 amount_per_step(a, "bytes copied", sum_column(copies["bytes"]), "bytes"),
                 self.compare(
                     "their share of exposed copies", offloaded.share, "min_offloaded_share"

@@ -50,9 +50,10 @@ class _Forward(NamedTuple):
 
 class RepeatedInputs:
     """Sampler of forwards. ``write_event("repeated_inputs", data)`` gets the number of ``forwards``
-    in a sample, and the number that repeat an earlier one (``again``). If nothing is trained, it
-    also gets their host time, ns, and for each repeating module its class (``name``), the callers'
-    ``frames``, both numbers and times (``ns``, and ``again_ns`` of repeated forwards)."""
+    in a sample, and the number that repeat an earlier one (``again``). For each repeating module it
+    gets its class (``name``), the callers' ``frames``, both numbers, and the number of forwards
+    with the inputs of an earlier one, whatever their outputs (``same_input``). If nothing is
+    trained, it also gets their host times, ns (``ns``, and ``again_ns`` of repeated forwards)."""
 
     def __init__(self, write_event: Callable[[str, dict[str, Any]], None]) -> None:
         self._write_event = write_event
@@ -85,6 +86,7 @@ class RepeatedInputs:
             self._sampled += 1
             if trained:
                 self._again += forward.again
+                self._count(module, forward, again=forward.again)
         if not trained:
             self._timed_forward = id(module), forward, perf_counter_ns()
 
@@ -98,28 +100,34 @@ class RepeatedInputs:
         if forward is not None and forward.memory is None:
             outputs = _unless_intercepted(lambda: _checksums(_list_tensors(result)))
             again = outputs is not None and self._earlier.get(forward.key) == outputs
+            forward = forward._replace(again=forward.key in self._earlier)
             self._earlier[forward.key] = outputs
         elif forward is not None:
             again = forward.again
         self._ns += ns
+        self._again += again
+        entry = self._count(module, forward, again=again)
+        entry["ns"] = entry.get("ns", 0) + ns
+        entry["again_ns"] = entry.get("again_ns", 0) + again * ns
+
+    def _count(self, module: Any, forward: _Forward | None, *, again: bool) -> dict[str, Any]:
+        """Count a module's forward, and return the module's numbers."""
         entry = self._modules.get(id(module))
         if entry is None:
             entry = {"name": type(module).__name__, "frames": _caller_frames()}
-            entry |= {"forwards": 0, "again": 0, "ns": 0, "again_ns": 0}
+            entry |= {"forwards": 0, "again": 0, "same_input": 0}
             self._modules[id(module)] = entry
         entry["forwards"] += 1
-        entry["ns"] += ns
-        if again:
-            self._again += 1
-            entry["again"] += 1
-            entry["again_ns"] += ns
+        entry["again"] += again
+        entry["same_input"] += forward is not None and forward.again
+        return entry
 
     def _write_sample(self) -> None:
         if self._sampled:
-            data: dict[str, Any] = {"forwards": self._sampled, "again": self._again}
+            modules = [entry for entry in self._modules.values() if entry["same_input"]]
+            data = {"forwards": self._sampled, "again": self._again, "modules": modules}
             if not self._trained:
-                modules = [entry for entry in self._modules.values() if entry["again"]]
-                data |= {"ns": self._ns, "modules": modules}
+                data["ns"] = self._ns
             self._write_event("repeated_inputs", data)
         self._clear()
 
@@ -153,7 +161,9 @@ class RepeatedInputs:
         inputs = tuple((t.data_ptr(), t._version, t.shape, t.dtype) for t in tensors)
         if not all(pointer for pointer, *_ in inputs):
             return None  # empty, or on the meta device
-        key = id(module), weight._version, inputs
+        # functional_call gives a module other weights
+        weights = weight.data_ptr(), weight._version
+        key = id(module), weights, _plain_arguments(args, kwargs), inputs
         earlier = self._earlier.get(key)
         again = earlier is not None and not any(memory.expired() for memory in earlier)
         memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]

@@ -1,32 +1,12 @@
 """A module of an inference loop gets inputs that it already computed an output for."""
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
-
-from advisor.core.finding import Finding, Impact, Location, Outcomes, impact_without_gain
+from advisor.core.finding import Finding, Impact, Outcomes, impact_without_gain
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.host.stacks import frame_rank, parse_frame
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import impact_per_step, recorded_steps, sum_of_events
+from advisor.rules.support.repeated_inputs import ModuleRepeats, read_repeats
 from advisor.testing import Examples, TraceBuilder
-
-
-class _Repeats(NamedTuple):
-    """Forward passes of one module in the recorder's samples. Times are in ns."""
-
-    module: str
-    place: Location | None
-    forwards: int
-    again: int
-    ns: int
-    again_ns: int
-    samples: int
-
-    @property
-    def share_again(self) -> float:
-        """Share of the calls that repeat an earlier one, without the first call of each sample."""
-        return min(1.0, self.again / max(1, self.forwards - self.samples))
 
 
 class SameInputAgain(Rule):
@@ -88,7 +68,7 @@ class SameInputAgain(Rule):
             return
         if 1 - again / forwards < self.min_new_input_share:
             return
-        module = max(_read_repeats(events), key=lambda repeats: repeats.again_ns, default=None)
+        module = max(read_repeats(events), key=lambda repeats: repeats.again_ns, default=None)
         if module is None:
             return
         if module.again < self.min_repeated_share * module.forwards:
@@ -118,7 +98,7 @@ class SameInputAgain(Rule):
             impact=self._estimate_impact(a, module, total),
         )
 
-    def _estimate_impact(self, a: Analysis, module: _Repeats, total: int) -> Impact:
+    def _estimate_impact(self, a: Analysis, module: ModuleRepeats, total: int) -> Impact:
         recorded = recorded_steps(a)
         forward = recorded.share("forward")
         step = recorded.median if not recorded.varies else recorded.mean
@@ -150,30 +130,6 @@ class SameInputAgain(Rule):
             "few forwards": (_build_denoising(samples=1, compared=11), "min_forwards"),
             "a training": (_build_denoising(trained=True), "not recorded.inference"),
         }
-
-
-def _read_repeats(events: list[dict[str, Any]]) -> Iterator[_Repeats]:
-    """Yield the modules that the recorder saw repeat, over all samples."""
-    entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for event in events:
-        modules = event.get("modules")
-        for entry in modules if isinstance(modules, list) else []:
-            if isinstance(entry, dict) and isinstance(entry.get("frames"), list):
-                key = str(entry.get("name")), str(entry["frames"][:1])
-                entries.setdefault(key, []).append(entry)
-    for (name, _), calls in entries.items():
-        forwards, again, ns, again_ns = (
-            sum_of_events(calls, key) for key in ("forwards", "again", "ns", "again_ns")
-        )
-        yield _Repeats(name, _locate(calls[0]["frames"]), forwards, again, ns, again_ns, len(calls))
-
-
-def _locate(frames: list[Any]) -> Location | None:
-    """Return the innermost frame of the user's code, or of a library if there is none."""
-    names = [name for name in frames if isinstance(name, str)]
-    frame = next((parse_frame(name) for name in names if frame_rank(name) == 2), None)
-    frame = frame or next((parse_frame(name) for name in names if frame_rank(name) == 1), None)
-    return None if frame is None else frame.location
 
 
 FRAMES = ["poster.py(41): Pipeline.velocity", "poster.py(60): main"]

@@ -11,6 +11,7 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.support.common import Rows, amount_per_step, costliest_places, of_step
+from advisor.rules.support.repeated_inputs import read_repeats
 from advisor.testing import Examples, TraceBuilder
 
 DROPOUT = r"^aten::(?:feature_|alpha_|feature_alpha_)?dropout_?$"
@@ -27,6 +28,9 @@ class TrainingMode(Rule):
 
     In evaluation mode ``aten::dropout`` calls no other operator. In training mode it draws numbers
     (``aten::native_dropout``, ``aten::bernoulli_``).
+
+    The rule is silent if the recorder saw a module get the same inputs again, with other outputs
+    each time. Then dropout is meant to be active (Monte Carlo estimates).
 
     The gain is the time of these operators. Further savings of a fused path, and of a graph that is
     not built, are not recorded."""
@@ -55,6 +59,8 @@ class TrainingMode(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.forward_only or a.steps.source == "whole trace":
+            return
+        if _are_outputs_sampled(a):
             return
         layers = _find_active_layers(a)
         if not len(layers) or a.step_count < self.min_steps:
@@ -89,7 +95,18 @@ class TrainingMode(Rule):
             "evaluation mode": (_build_model(active=False), "not len(layers)"),
             "a training": (_build_model(trains=True), "not a.forward_only"),
             "a single pass": (_build_model(steps=2), "min_steps"),
+            "a benchmark on one input": _build_model(same_input=11),
+            "Monte Carlo estimates": (_build_model(same_input=9), "_are_outputs_sampled"),
         }
+
+
+def _are_outputs_sampled(a: Analysis) -> bool:
+    """Return whether a module gets most of its inputs again, with other outputs each time."""
+    events = [] if a.record is None else a.record.events_of("repeated_inputs")
+    return any(
+        2 * (module.same_input - module.again) > module.forwards and not module.has_one_input
+        for module in read_repeats(events)
+    )
 
 
 def _find_active_layers(a: Analysis) -> Rows:
@@ -105,7 +122,12 @@ def _find_active_layers(a: Analysis) -> Rows:
 
 
 def _build_model(
-    *, gpu: str | None = "A100", active: bool = True, trains: bool = False, steps: int = 5
+    *,
+    gpu: str | None = "A100",
+    active: bool = True,
+    trains: bool = False,
+    steps: int = 5,
+    same_input: int = 0,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=gpu)
 
@@ -117,4 +139,9 @@ def _build_model(
                     b.compute("aten::native_dropout", 200, kernel="fused_dropout_kernel_vec")
         if trains:
             b.compute("autograd::engine::evaluate_function: AddmmBackward0", 800)
+    if same_input:
+        run = b.record_of_run()
+        run.steps(60, 5, forward=4)
+        module = {"name": "Net", "frames": [], "forwards": 12, "same_input": same_input}
+        run.event("repeated_inputs", forwards=12, again=0, modules=[module])
     return b

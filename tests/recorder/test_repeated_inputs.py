@@ -36,6 +36,11 @@ def change_in_place(model: Any, other: Any, batch: Any) -> None:
     batch.add_(1)
 
 
+def with_other_weights(model: Any, other: Any, batch: Any) -> None:
+    weights = {name: weight + 1 for name, weight in model.named_parameters()}
+    torch.func.functional_call(model, weights, (batch,))
+
+
 @pytest.mark.parametrize(
     ("second", "repeats"),
     [
@@ -44,9 +49,13 @@ def change_in_place(model: Any, other: Any, batch: Any) -> None:
         (lambda model, other, batch: other(batch), 0),
         (lambda model, other, batch: model(batch + 1), 0),
         (change_in_place, 0),
+        (with_other_weights, 0),
         (lambda model, other, batch: model(batch.to_sparse()), 0),
     ],
-    ids=["twice", "detached", "another module", "another batch", "changed in place", "sparse"],
+    ids=[
+        *("twice", "detached", "another module", "another batch", "changed in place"),
+        *("other weights", "sparse"),
+    ],
 )
 def test_only_the_same_module_with_the_same_input_counts(
     record_run: Recorded, second: Callable[[Any, Any, Any], Any], repeats: int
@@ -55,6 +64,10 @@ def test_only_the_same_module_with_the_same_input_counts(
     (event,) = record_run(training(second)).events_of("repeated_inputs")
     assert event["again"] in (repeats, max(repeats - 1, 0))
     assert 6 <= event["forwards"] <= 12
+    assert sum(module["again"] for module in event["modules"]) == event["again"]
+    for module in event["modules"]:
+        assert module["same_input"] == module["again"]
+        assert any(frame.endswith("training.run") for frame in module["frames"])
 
 
 def denoising(encode: Callable[[Any, Any], Any]) -> Callable[[], None]:
@@ -94,16 +107,16 @@ def redrawn(encoder: Any, ids: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("encode", "repeats"),
+    ("encode", "repeats", "same_input"),
     [
-        (lambda encoder, ids: encoder(ids), 5),
-        (lambda encoder, ids: encoder(ids.clone()), 5),
-        (lambda encoder, ids: encoder(ids, grown=True), 0),
-        (lambda encoder, ids: encoder(ids, cache=object()), 0),
-        (lambda encoder, ids: encoder(ids, number=int(torch.randint(1_000_000, ()))), 0),
-        (lambda encoder, ids: encoder(torch.randn(3, 4)), 0),
-        (in_place, 0),
-        (redrawn, 0),
+        (lambda encoder, ids: encoder(ids), 5, 5),
+        (lambda encoder, ids: encoder(ids.clone()), 5, 5),
+        (lambda encoder, ids: encoder(ids, grown=True), 0, 5),
+        (lambda encoder, ids: encoder(ids, cache=object()), 0, 0),
+        (lambda encoder, ids: encoder(ids, number=int(torch.randint(1_000_000, ()))), 0, 0),
+        (lambda encoder, ids: encoder(torch.randn(3, 4)), 0, 0),
+        (in_place, 0, 0),
+        (redrawn, 0, 5),
     ],
     ids=[
         *("the same tensor", "an equal tensor", "a state of its own", "a cache", "another number"),
@@ -111,12 +124,15 @@ def redrawn(encoder: Any, ids: Any) -> Any:
     ],
 )
 def test_an_inference_compares_values_of_inputs_and_outputs(
-    record_run: Recorded, encode: Callable[[Any, Any], Any], repeats: int
+    record_run: Recorded, encode: Callable[[Any, Any], Any], repeats: int, same_input: int
 ) -> None:
     event = record_run(denoising(encode)).events_of("repeated_inputs")[0]
     assert event["again"] == repeats
-    names = {each["name"]: (each["forwards"], each["again"]) for each in event["modules"]}
-    assert names == ({"CachingModule": (6, repeats)} if repeats else {})
+    names = {
+        each["name"]: tuple(each[key] for key in ("forwards", "again", "same_input"))
+        for each in event["modules"]
+    }
+    assert names == ({"CachingModule": (6, repeats, same_input)} if same_input else {})
     assert event["ns"] > sum(each["ns"] for each in event["modules"])
 
 

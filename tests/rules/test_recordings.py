@@ -79,6 +79,8 @@ CASES = {
     "transcribe": "dropped-positions",
     "static_cache": "unfilled-cache",
     "memory_bank": "slow-operator-arguments",
+    "dropout_samples": "repeated-trunk",
+    "clip_frames": "dropped-positions",
 }
 
 
@@ -97,8 +99,10 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
     "name",
     [
         *(
+            "clip_frames",
             "dense_embedding",
             "dense_graph",
+            "dropout_samples",
             "constant_kernel",
             "contention",
             "embedded_prefix",

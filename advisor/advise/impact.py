@@ -164,6 +164,10 @@ def _estimate_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> 
         low_by: RangeCause = "hand-over" if is_most else saved.low_by
         saved = saved._replace(low=max(0.0, saved.low - hand_over), low_by=low_by)
     limit = min(saved.max_gain, a.step_ns)
+    if a.device_id is None and finding.shown_time is not None:
+        # an edit selects operators by name, and so may select more calls than the fix changes
+        limit = min(limit, max(saved.gain, float(finding.shown_time.value or 0)))
+        saved = saved._replace(high=min(saved.high, limit), max_gain=limit)
     if finding.validation == "synthetic" and not estimator.is_calibrated(finding.edits):
         low, high = worst_case(saved.low, saved.high, limit)
         saved = saved._replace(low=low, high=high, low_by="not proven", high_by="not proven")
@@ -510,7 +514,7 @@ def _set_reference_share(finding: Finding, step: StepTime | None) -> Finding:
     return replace(finding, impact=replace(impact, share=share), severity=severity)
 
 
-MIN_KEPT_WORK_SHARE = 0.5
+MIN_KEPT_WORK_SHARE = 0.4
 """Minimum time of other work in the run's step, as a share of its time at the same scale as the
 whole step. The profiler may lengthen that work more than the work that a fix removes."""
 
@@ -547,6 +551,15 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
         low = min(low, low_ns)
     if impact.kind != "upper bound":
         low, high = low * (1 - (error := _sampling_error(a))), high * (1 + error)
+    if a.device_id is None and impact.bound_ns is not None:
+        # no fix saves more than the work that it changes, in whichever step this takes longer,
+        # and its share of the page faults that the window ended
+        faults = (a.recorded.saved_by_window if a.recorded is not None else None) or 0.0
+        faults *= min(1.0, impact.bound_ns / a.step_ns)
+        kept_scale = MIN_KEPT_WORK_SHARE * min(1.0, step.ns / a.step_ns)
+        other_work = kept_scale * max(0.0, a.step_ns - impact.bound_ns)
+        bound = min(max(1.0, scale) * impact.bound_ns + faults, step.ns - other_work)
+        high = min(high + faults, bound)
     finding = replace(
         finding,
         impact=replace(

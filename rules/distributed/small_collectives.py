@@ -21,6 +21,7 @@ from advisor.rules.support.common import (
     device_places,
     example_steps,
     int_column,
+    of_step,
     row_numbers,
     sum_column,
 )
@@ -137,7 +138,8 @@ class SmallCollectives(Rule):
             summary=(
                 f"{count:.0f} collectives {t.format_per(a.per)} (median {t.format_bytes(median)}) "
                 f"run back to back in {t.count_noun(groups, 'group')}. "
-                f"{t.format_duration(latency)} of each is latency."
+                f"{t.format_duration(latency)} of each is latency; nothing hides "
+                f"{of_step(a, float(cost.sum()))}."
             ),
             evidence=[
                 self.compare("small collectives in runs", count, "min_count", "count", per=a.per),

@@ -101,6 +101,7 @@ class PageFaults(Rule):
         yield Finding(
             summary=_describe(faults, step, fault_ns, saved),
             evidence=[
+                Evidence("time of page faults", gain, "ns", per="step"),
                 Evidence("page faults per step before the profiled window", faults.per_step),
                 Evidence("page faults per step after it", faults.after),
                 Evidence("step before the profiled window, median", step, "ns"),

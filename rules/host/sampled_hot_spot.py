@@ -150,6 +150,7 @@ class SampledHotSpot(Rule):
                 f"{operator_text}."
             ),
             evidence=[
+                Evidence("time in this code", code.share * mean, "ns", per="step"),
                 self.compare("share of the sampled stacks", code.share, "min_share"),
                 self.compare("samples in this line", code.samples, "min_samples", "count"),
                 self.compare(

@@ -22,6 +22,7 @@ from advisor.rules.support.common import (
     of_step,
     outermost_in_steps,
     scale_edit,
+    time_of_loop,
 )
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
@@ -130,30 +131,24 @@ class UnbatchedCalls(Rule):
         )
         nodes = nodes.filter(pl.col("len") >= self.min_calls_share * count)
         loop_names = [*names["name"].to_list(), *nodes["name"].to_list()]
-        loop_ops = table.filter(pl.col("name").is_in(loop_names))
-        ns = int(loop_ops["ns"].sum())
+        select = Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop")
+        ns = time_of_loop(a, select)
         if ns < self.min_share * a.span_ns:
             return
         number = round(count / a.step_count)
         yield Finding(
             summary=(
                 f"{labels.clean(name)} runs {number} times per step on one sample each, with equal "
-                f"shapes. These calls and their backward take {of_step(a, ns)}."
+                "shapes. These calls, their backward and the code between them take "
+                f"{of_step(a, ns)}."
             ),
             evidence=[
-                amount_per_step(a, "calls and their backward", ns),
+                amount_per_step(a, "calls, their backward and the code between", ns),
                 self.compare("calls on one sample", number, "min_calls", "count", per=a.per),
-                self.compare_share(a, "calls and their backward", ns),
+                self.compare_share(a, "calls, their backward and the code between", ns),
             ],
             where=costliest_places(a, calls.to_numpy(), np.ones(len(calls), dtype=np.int64), top=1),
-            edits=[
-                scale_edit(
-                    Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop"),
-                    self.factor,
-                    self.best_factor,
-                    self.worst_factor,
-                )
-            ],
+            edits=[scale_edit(select, self.factor, self.best_factor, self.worst_factor)],
         )
 
     @staticmethod
@@ -227,7 +222,8 @@ class LoopedOperators(Rule):
             return
         if _carries_results(a, counts):
             return
-        ns = int(counts["ns"].sum())
+        select = Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop")
+        ns = time_of_loop(a, select)
         if ns < self.min_share * a.span_ns:
             return
         loop = table.filter(pl.col("name").is_in(forward))
@@ -238,25 +234,18 @@ class LoopedOperators(Rule):
         yield Finding(
             summary=(
                 f"A loop runs {names} about {number:,} times per step and joins the results with "
-                f"one call. With their backward this takes {of_step(a, ns)}."
+                f"one call. With their backward and the code between this takes {of_step(a, ns)}."
             ),
             evidence=[
-                amount_per_step(a, "the loop's operators and their backward", ns),
+                amount_per_step(a, "the loop and its backward", ns),
                 self.compare(
                     "calls of each operator", number / joins * a.step_count, "min_calls", "count"
                 ),
-                self.compare_share(a, "the loop's operators and their backward", ns),
+                self.compare_share(a, "the loop and its backward", ns),
             ],
             where=costliest_places(a, loop["row"].to_numpy(), loop["ns"].to_numpy(), top=1),
             known_cost=True,
-            edits=[
-                scale_edit(
-                    Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop"),
-                    self.factor,
-                    self.factor / 2,
-                    self.worst_factor,
-                )
-            ],
+            edits=[scale_edit(select, self.factor, self.factor / 2, self.worst_factor)],
         )
 
     @staticmethod

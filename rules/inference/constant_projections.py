@@ -47,6 +47,8 @@ CONSTANT_OPS = re.compile(
     r"|dropout|layer_norm|rms_norm)_?$"
 )
 """Names of views, copies and normalisations, whose results are as constant as their input."""
+COPIES = re.compile(r"^aten::(?:contiguous|clone|copy_|to|(?:layer|rms)_norm)$")
+"""Names of those that take time."""
 MAX_CALLS = 200_000
 
 
@@ -67,6 +69,13 @@ class Pass:
     activations."""
     layers: Layers = field(default_factory=list)
     """Linear layers on tensors that the pass does not compute."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Copies and normalisations: rows of ``trace.cpu`` and numbers of elements."""
+
+    def constant_copies(self, layers: Layers) -> list[int]:
+        """Return the rows of copies of what such layers read or make, keys beside values."""
+        sizes = {part for _, (m, k, n) in layers for part in (m * k, m * n, m * n // 2)}
+        return [row for row, elements in self.copies if elements in sizes - self.made]
 
 
 def _count_sizes(layers: Layers | None) -> Counter[tuple[int, ...]]:
@@ -138,7 +147,14 @@ class ConstantProjections(Rule):
         if longest_run < self.min_passes:
             return
         layers = [layer for run in runs for pass_layers in run for layer in pass_layers]
-        rows = np.array([row for row, _ in layers], dtype=np.int64)
+        layer_rows = {row for row, _ in layers}
+        copies = [
+            row
+            for item in passes
+            if not layer_rows.isdisjoint(row for row, _ in item.layers)
+            for row in item.constant_copies([x for x in item.layers if x[0] in layer_rows])
+        ]
+        rows = np.array(sorted([*layer_rows, *copies]), dtype=np.int64)
         ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
         ns = int(dur.sum()) if a.device_id is None else work_launched_in(a, union(ts, ts + dur))
         if ns < self.min_share * a.span_ns:
@@ -147,14 +163,15 @@ class ConstantProjections(Rule):
         yield Finding(
             summary=(
                 f"For each token, {t.count_noun(len(longest_pass), 'linear layer')} on up to "
-                f"{max(size[0] for _, size in layers):,} rows that stay the same take "
+                f"{max(size[0] for _, size in layers):,} rows that stay the same"
+                f"{', with norms and copies of these rows,' if copies else ''} take "
                 f"{of_step(a, ns)}."
             ),
             evidence=[
                 self.compare(
                     "passes in a row with the same layers", longest_run, "min_passes", "count"
                 ),
-                amount_per_step(a, "layers on constant rows", len(rows), "count"),
+                amount_per_step(a, "layers on constant rows", len(layers), "count"),
                 amount_per_step(a, "time of the layers on constant rows", ns),
                 self.compare_share(a, "time of the layers on constant rows", ns),
             ],
@@ -288,7 +305,10 @@ def _add_operator(part: Pass, row: int, name: str, inputs: OpInputs, vocabulary:
             part.encoded = max(part.encoded, rows)
     elif ENCODER_OPS.match(name) and tensors:
         part.encoded = max(part.encoded, tensors[0].elements // max(tensors[0].shape[-1:] or (1,)))
-    elif not CONSTANT_OPS.match(name):
+    elif CONSTANT_OPS.match(name):
+        if tensors and COPIES.match(name):
+            part.copies.append((row, tensors[0].elements))
+    else:
         operands = tensors[:1] if PRODUCT_OPS.search(name) else tensors
         part.made.update(tensor.elements for tensor in operands)
 

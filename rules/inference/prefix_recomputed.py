@@ -11,13 +11,16 @@ from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, Tensor
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.support.common import (
     TRANSFORMERS,
     amount_per_step,
     example_steps,
+    of_step,
     runs_code_of,
 )
+from advisor.rules.support.kernel_work import time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING, PRODUCT = "aten::embedding", "aten::bmm"
@@ -102,12 +105,16 @@ class PrefixRecomputed(Rule):
         if len(lengths) < self.min_passes or lengths[0] < self.min_tokens:
             return
         tokens = float(np.mean(lengths))
+        rows = np.flatnonzero(name_matches(a.trace.cpu["name"], _HOST_WORK).to_numpy())
+        ns = time_of_operators(a, rows_in_steps(a, rows))
         yield Finding(
             summary=(
                 f"Each pass runs the whole sequence: {lengths[0]:,} tokens, then one more each "
-                f"time, {lengths[-1]:,} in the last. All but one were computed before."
+                f"time, {lengths[-1]:,} in the last. All but one were computed before. The model's "
+                f"operators take {of_step(a, ns)}."
             ),
             evidence=[
+                amount_per_step(a, "time of the model's operators", ns),
                 self.compare("passes that grow by one token", len(lengths), "min_passes", "count"),
                 self.compare("tokens of the first pass", lengths[0], "min_tokens", "count"),
                 amount_per_step(a, "passes of the model", calls, "count"),

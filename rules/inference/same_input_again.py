@@ -1,7 +1,8 @@
 """A module of an inference loop gets inputs that it already computed an output for."""
 
+from advisor.core import text as t
 from advisor.core.finding import Finding, Impact, Outcomes, impact_without_gain
-from advisor.core.rule import Factor, Rule, Threshold
+from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import impact_per_step, recorded_steps, sum_of_events
@@ -76,13 +77,23 @@ class SameInputAgain(Rule):
         share = module.again_ns / total
         if share < self.min_share:
             return
+        forward_ns = self._forward_time(a)
+        taken, time_evidence = f"These calls take {share:.0%} of the time", list[Evidence]()
+        if forward_ns is not None:
+            repeated_share = module.share_again * module.ns / total
+            repeated_ns = repeated_share * forward_ns
+            taken = (
+                "Without the first of each sample, the repeats take "
+                f"{t.format_duration(repeated_ns)} of each step, {repeated_share:.0%} of the time"
+            )
+            time_evidence = [Evidence("time of repeated calls", repeated_ns, "ns", per="step")]
         yield Finding(
             summary=(
                 f"{module.module} got the input of an earlier call in {module.again} of "
-                f"{module.forwards} calls that were compared. These calls take {share:.0%} of the "
-                "time in forward."
+                f"{module.forwards} calls that were compared. {taken} in forward."
             ),
             evidence=[
+                *time_evidence,
                 self.compare("compared forwards", forwards, "min_forwards", "count"),
                 self.compare(
                     f"calls of {module.module} with the input of an earlier one",
@@ -95,23 +106,29 @@ class SameInputAgain(Rule):
                 self.compare("share of the time in forward", share, "min_share"),
             ],
             where=[] if module.place is None else [module.place],
-            impact=self._estimate_impact(a, module, total),
+            impact=self._estimate_impact(a, module, forward_ns, total),
         )
 
-    def _estimate_impact(self, a: Analysis, module: ModuleRepeats, total: int) -> Impact:
+    def _forward_time(self, a: Analysis) -> float | None:
+        """Return the time in forward of the run's step, ns, of a program on the CPU."""
         recorded = recorded_steps(a)
-        forward = recorded.share("forward")
+        share = recorded.share("forward")
         step = recorded.median if not recorded.varies else recorded.mean
-        if a.device_id is not None or forward is None or not step:
+        return None if a.device_id is not None or share is None or not step else share * step
+
+    def _estimate_impact(
+        self, a: Analysis, module: ModuleRepeats, forward_ns: float | None, total: int
+    ) -> Impact:
+        if forward_ns is None:
             return impact_without_gain("how long it takes on the device is not recorded")
-        ns_scale = step * forward / total
+        ns_scale = forward_ns / total
         return impact_per_step(
             a,
             ns_scale * module.share_again * module.ns,
             low=ns_scale * self.worst_saved_share * module.again_ns,
             high=ns_scale * module.ns,
             method="recorded time of forwards that repeat",
-            of_median=not recorded.varies,
+            of_median=not recorded_steps(a).varies,
         )
 
     @staticmethod

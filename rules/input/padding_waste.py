@@ -175,12 +175,16 @@ class PaddingWaste(Rule):
             if padding.split < self.min_padding:
                 return
             is_sorted, removed = True, padding.split
-        edits, impact = self._estimate_effect(a, removed, padding.length)
+        model_ns = self._model_time(a)
+        edits, impact = self._estimate_effect(a, removed, padding.length, model_ns)
         span = f"{t.format_share(padding.all.min())} to {t.format_share(padding.all.max())}"
         summary = (
             f"{mean:.0%} of the {padding.unit} are padding, {span} per batch. "
-            "The model computes on them for nothing."
+            "The model computes on them for nothing"
         )
+        if model_ns:
+            summary += f"; forward and backward take {t.format_duration(model_ns)} of each step"
+        summary += "."
         if is_beyond:
             summary += (
                 f" {beyond:.0%} of the {padding.unit} are beyond the longest sequence of their "
@@ -211,8 +215,16 @@ class PaddingWaste(Rule):
         )
 
     @staticmethod
+    def _model_time(a: Analysis) -> float:
+        """Return the time in the model in the run's step, ns, or 0 where a device computes."""
+        if a.device_id is not None:
+            return 0.0
+        phases = (recorded_steps(a).phase(name) for name in ("forward", "backward"))
+        return sum(float(np.median(values)) for values in phases if values is not None)
+
+    @staticmethod
     def _estimate_effect(
-        a: Analysis, removed: float, length: int | None
+        a: Analysis, removed: float, length: int | None, model_ns: float
     ) -> tuple[list[Edit], Impact | None]:
         """Cut work of the kernels that the tokens pass through. Without a device, cut time in the
         model. ``removed`` is the share of the tokens that the fix removes."""
@@ -225,19 +237,13 @@ class PaddingWaste(Rule):
                 1 - 0.5 * removed,
             )
             return [edit], None
-        recorded = recorded_steps(a)
-        model = sum(
-            float(np.median(values))
-            for name in ("forward", "backward")
-            if (values := recorded.phase(name)) is not None
-        )
         quadratic = _quadratic_share(a, length)
-        gain = model * removed * (1 + quadratic * left)
+        gain = model_ns * removed * (1 + quadratic * left)
         return [], impact_per_step(
             a,
             gain,
             low=0.5 * gain,
-            high=max(gain, model * (1 - left**2)) if quadratic else None,
+            high=max(gain, model_ns * (1 - left**2)) if quadratic else None,
             method="share of padding x forward and backward",
             of_median=True,
             of_host=False,

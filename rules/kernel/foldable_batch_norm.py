@@ -79,10 +79,12 @@ class FoldableBatchNorm(Rule):
         moved = a.kernels["moved"].filter(pl.Series(rows)).sum()
         yield Finding(
             summary=(
-                f"Batch norm after convolutions takes {ns / total:.0%} of kernel time. In "
-                "inference the convolutions can do its work."
+                f"Batch norm after convolutions takes "
+                f"{kernel_work.of_kernel_time(a, ns, ns / total)}. In inference the convolutions "
+                "can do its work."
             ),
             evidence=[
+                amount_per_step(a, "batch norm after convolutions", ns),
                 self.compare("batch norm after convolutions, kernel time", ns / total, "min_share"),
                 amount_per_step(a, "batch norms", int(rows.sum()), "count"),
                 *(

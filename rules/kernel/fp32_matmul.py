@@ -328,7 +328,7 @@ class Fp32Matmul(Rule):
     ) -> Finding | SkippedCheck:
         """Advise FP16 if kernels made for Volta and Turing run; otherwise report that the GPU is
         unknown."""
-        work_share = f"({share:.0%} of kernel time)"
+        work_time = kernel_work.of_kernel_time(a, kernel_work.summed_duration(a, slow), share)
         names = a.trace.gpu["name"]
         made_for = [name_matches(names, pattern).any() for pattern in (_VOLTA, _LATER)]
         name = a.device.name if a.device is not None else None
@@ -347,7 +347,7 @@ class Fp32Matmul(Rule):
             rows = kernel_work.compute_mask(a) & kernel_work.family_mask(a, *families)
             select = Select(on="gpu", kind=("kernel",), family=tuple(families))
             return Finding(
-                summary=f"Matrix work runs in FP32 {work_share}. Its kernels are from cuBLAS and "
+                summary=f"Matrix work in FP32 takes {work_time}. Its kernels are from cuBLAS and "
                 "cuDNN for Volta and Turing; later GPUs run them too. Most of these GPUs have "
                 "tensor cores. --recorded-gpu NAME narrows the range.",
                 evidence=[
@@ -359,7 +359,7 @@ class Fp32Matmul(Rule):
                 **self.case(NO_NAME),
             )
         return SkippedCheck(
-            what=f"whether tensor cores would be faster at FP32 matrix work {work_share}",
+            what=f"whether tensor cores would be faster at FP32 matrix work, {work_time}",
             why=f"the GPU {name!r} is unknown" if name else "the trace does not name its GPU",
             missing="GPU unknown",
             record="" if name else "a profiler that writes deviceProperties",
@@ -406,19 +406,21 @@ class Fp32Matmul(Rule):
             )
         )
         select = Select(on="gpu", kind=("kernel",), family=tuple(families))
+        slow_ns = kernel_work.summed_duration(a, slow)
         work_name = " and ".join(FAMILIES[name] for name in families)
         work_name = t.upper_first(work_name)
         shapes_known = bool(a.kernels["flops"].is_not_null().to_numpy()[slow].mean() >= 0.5)
         return Finding(
             title=f"{work_name} run in FP32 without tensor cores",
             summary=(
-                f"{work_name} in FP32 on the CUDA cores take {share:.0%} of kernel time. This "
-                f"GPU's tensor cores are {target.peak / target.fp32:.0f}x as fast in "
+                f"{work_name} in FP32 on the CUDA cores take "
+                f"{kernel_work.of_kernel_time(a, slow_ns, share)}. This GPU's "
+                f"tensor cores are {target.peak / target.fp32:.0f}x as fast in "
                 f"{target.format.upper()}."
             ),
             evidence=[
                 self.compare("FP32 matrix time, share of kernel time", share, "min_share"),
-                amount_per_step(a, "FP32 matrix time", kernel_work.summed_duration(a, slow)),
+                amount_per_step(a, "FP32 matrix time", slow_ns),
                 Evidence("peak in FP32", target.fp32, "FLOP/s"),
                 Evidence(f"peak in {target.format.upper()}", target.peak, "FLOP/s"),
                 *_list_switches(a),

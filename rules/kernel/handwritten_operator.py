@@ -274,7 +274,7 @@ class HandwrittenOperator(Rule):
             .sort("dur", descending=True)
         )
         patterns = [PATTERNS[n] for n in by_pattern["pattern"]]
-        share = float(table["dur"].sum()) / total
+        spent = float(table["dur"].sum())
         names = t.list_names([pattern.name for pattern in patterns])
         verb = "takes" if len(patterns) == 1 else "take"
         fix, code = self._write_replacement(a, patterns)
@@ -285,12 +285,15 @@ class HandwrittenOperator(Rule):
         yield Finding(
             title=_write_title(patterns, "in transformers" if is_of_library else ""),
             summary=(
-                f"{code_name} {names} {verb} {share:.0%} of kernel time as separate pointwise "
+                f"{code_name} {names} {verb} "
+                f"{kernel_work.of_kernel_time(a, spent, spent / total)} as separate pointwise "
                 "kernels. Each reads and writes the whole tensor; a fused operator needs one pass."
             ),
             evidence=[
-                self.compare("hand-written operators, share of kernel time", share, "min_share"),
-                amount_per_step(a, "hand-written operators", float(table["dur"].sum())),
+                self.compare(
+                    "hand-written operators, share of kernel time", spent / total, "min_share"
+                ),
+                amount_per_step(a, "hand-written operators", spent),
                 *(
                     Evidence(
                         pattern.name,

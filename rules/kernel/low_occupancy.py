@@ -10,7 +10,7 @@ from advisor.measure.device.roofline import active_blocks, find_limiters
 from advisor.measure.host.names import name_matches
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import FOURNEX, NCU, SILENT_TRACES, TRACELENS, TRIED_ON_TRACES
-from advisor.rules.support.common import example_steps, scale_edit
+from advisor.rules.support.common import amount_per_step, example_steps, scale_edit
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
@@ -105,7 +105,7 @@ class LowOccupancy(Rule):
         select = kernel_work.select_kernels(kernels["name"].cast(pl.String).to_list())
         selected = rows & name_matches(a.trace.gpu["name"], select.name).to_numpy()
         worst = kernels.row(0, named=True)
-        share = float(kernels["dur"].sum()) / total
+        spent = float(kernels["dur"].sum())
         expected, best, worst_factor = (
             float(
                 sum(
@@ -122,9 +122,10 @@ class LowOccupancy(Rule):
         )
         yield Finding(
             summary=(
-                f"Memory-bound kernels at low occupancy take {share:.0%} of kernel time. The "
-                f"largest fills {worst['occupancy']:.0f}% of a multiprocessor's threads, limited "
-                f"by {worst['limit']}, and reaches {worst['rate']:.0%} of memory bandwidth."
+                f"Memory-bound kernels at low occupancy take "
+                f"{kernel_work.of_kernel_time(a, spent, spent / total)}. The largest fills "
+                f"{worst['occupancy']:.0f}% of a multiprocessor's threads, limited by "
+                f"{worst['limit']}, and reaches {worst['rate']:.0%} of memory bandwidth."
             ),
             evidence=[
                 self.compare(
@@ -135,7 +136,10 @@ class LowOccupancy(Rule):
                 ),
                 Evidence("occupancy limited by", worst["limit"]),
                 self.compare("bandwidth reached, share of peak", worst["rate"], "max_bandwidth"),
-                self.compare("kernels of low occupancy, share of kernel time", share, "min_share"),
+                amount_per_step(a, "kernels of low occupancy", spent),
+                self.compare(
+                    "kernels of low occupancy, share of kernel time", spent / total, "min_share"
+                ),
             ],
             where=kernel_work.kernel_locations(a, selected),
             edits=[scale_edit(select, expected, best, worst_factor)],

@@ -208,8 +208,9 @@ class MisalignedGemm(Rule):
         example = f", such as {worst.op} with {worst.padding}" if worst.padding else ""
         yield Finding(
             summary=(
-                f"Misaligned matrix products take {share:.0%} of kernel time{example}. Their row "
-                "lengths are not a multiple of what tensor cores load."
+                f"Misaligned matrix products{example}, take "
+                f"{kernel_work.of_kernel_time(a, spent, share)}. Their row lengths are not a "
+                "multiple of what tensor cores load."
             ),
             evidence=[
                 self.compare("misaligned products, share of kernel time", share, "min_share"),

@@ -198,8 +198,9 @@ class UnfusedAttention(Rule):
         kind = "PyTorch's math fallback" if fallback else "product, softmax, product"
         yield Finding(
             summary=(
-                f"Unfused attention ({kind}) takes {share:.0%} of kernel time. Each kernel writes "
-                "and reads the whole matrix of scores."
+                f"Unfused attention ({kind}) takes "
+                f"{kernel_work.of_kernel_time(a, attention_ns, share)}. Each kernel writes and "
+                "reads the whole matrix of scores."
             ),
             evidence=[
                 self.compare("unfused attention, share of kernel time", share, "min_share"),

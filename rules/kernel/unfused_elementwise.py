@@ -22,7 +22,7 @@ from advisor.rules.support.citations import (
     TRACELENS,
     TRIED_ON_TRACES,
 )
-from advisor.rules.support.common import amount_per_step, example_steps
+from advisor.rules.support.common import amount_per_step, example_steps, of_step
 from advisor.rules.support.framework_advice import TF_COMPILE
 from advisor.testing import Examples, TraceBuilder
 
@@ -162,7 +162,8 @@ class UnfusedElementwise(Rule):
         yield Finding(
             summary=(
                 f"Unfused chains of about {length:.0f} pointwise and reduction kernels take "
-                f"{share:.0%} of kernel time. They write and reread each tensor in between."
+                f"{share:.0%} of kernel time. Writing and rereading each tensor in between takes "
+                f"{of_step(a, saved)}."
             ),
             evidence=[
                 self.compare(

@@ -17,7 +17,7 @@ from advisor.rules.support.citations import (
     SMALL_GRIDS_TRACES,
     TRIED_ON_TRACES,
 )
-from advisor.rules.support.common import amount_per_step, example_steps
+from advisor.rules.support.common import amount_per_step, example_steps, of_step
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
@@ -315,9 +315,10 @@ class SmallGrids(Rule):
         yield Finding(
             summary=(
                 f"Kernels with fewer blocks than multiprocessors take {share:.0%} of compute time "
-                f"and leave {empty_share:.0%} of the GPU empty."
+                f"and leave {empty_share:.0%} of the GPU empty: {of_step(a, empty)}."
             ),
             evidence=[
+                amount_per_step(a, "time of the empty part of the GPU", empty),
                 self.compare("small kernels, share of compute time", share, "min_share"),
                 Evidence("of the GPU empty meanwhile", empty_share, "share"),
                 amount_per_step(a, "small kernels", int(is_small.sum()), "count"),

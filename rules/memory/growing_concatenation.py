@@ -222,6 +222,8 @@ class JoinedList(Rule):
         if repeats.max(initial=0) > self.max_repeats * a.step_count:
             return
         per_step, before = ns / a.step_count, before_ns / a.step_count
+        run_time = None if a.recorded is None else a.recorded.step_time
+        in_run = 1.0 if run_time is None else min(1.0, run_time.reference_ns / a.step_ns)
         edits: list[Edit] = []
         if a.device_id is not None:
             factors = (self.factor, self.best_factor, self.worst_factor)
@@ -236,7 +238,7 @@ class JoinedList(Rule):
             ),
             evidence=[
                 amount_per_step(a, "such calls", len(rows), "count"),
-                amount_per_step(a, "time in them", ns),
+                amount_per_step(a, "time in and right before them", ns + before_ns),
                 amount_per_step(a, "time right before them", before_ns),
                 self.compare("share", (ns + before_ns) / a.span_ns, "min_share", per=a.per),
             ],
@@ -246,8 +248,8 @@ class JoinedList(Rule):
             if edits
             else impact_per_step(
                 a,
-                (1 - self.factor) * (per_step + before),
-                low=(1 - self.worst_factor) * per_step,
+                in_run * (1 - self.factor) * (per_step + before),
+                low=in_run * (1 - self.worst_factor) * per_step,
                 high=(1 - self.best_factor) * (per_step + before),
                 method="recorded time of these calls",
                 of_median=True,

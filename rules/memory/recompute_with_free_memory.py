@@ -15,7 +15,6 @@ from advisor.rules.support.common import (
     TRANSFORMERS,
     amount_per_step,
     locate_row,
-    of_each_step,
     of_step,
     remove_at,
     runs_code_of,
@@ -139,9 +138,8 @@ class RecomputeWithFreeMemory(Rule):
         free_bytes = capacity - reserved
         yield Finding(
             summary=(
-                f"Recomputing activations takes {share:.0%} {of_each_step(a)}, while "
-                f"{free_bytes / GIB:.1f} "
-                f"GiB ({1 - reserved_share:.0%}) of GPU memory stay free."
+                f"Recomputing activations takes {of_step(a, recomputed)}, while "
+                f"{free_bytes / GIB:.1f} GiB ({1 - reserved_share:.0%}) of GPU memory stay free."
             ),
             evidence=[
                 self.compare("recomputation, share", share, "min_share", per=a.per),

@@ -241,6 +241,13 @@ class _TableWork:
             self.gradient_ns = table_ns if pattern == self._gradient_pattern else self.gradient_ns
             if table_ns:
                 self._parts.append((self._build_select(pattern), table_ns / total_ns))
+        if not self._on_gpu and self.optimizers:
+            # freeing the gradients of tables takes time on a CPU, those of other layers hardly any
+            pattern = rf"^Optimizer\.zero_grad#(?:{'|'.join(sorted(self.optimizers))})\.zero_grad$"
+            freeing = name_matches(cpu["name"], pattern).to_numpy() & in_window
+            if freeing.any():
+                self.ns += float(cpu["dur"].to_numpy()[freeing].sum())
+                self._parts.append((Select(on="host", kind=("annotation",), name=pattern), 1.0))
 
     @staticmethod
     def _is_in_table(a: Analysis, rows: np.ndarray, shapes: set[tuple[int, int]]) -> list[bool]:

@@ -10,7 +10,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.group_rounds import GroupRounds, optimizer_steps, rounds_of_a_step
 from advisor.measure.host.names import OPTIMIZER_STEP
 from advisor.rules.support.citations import CHOSEN, SILENT_TRACES, TRIED_ON_TRACES, XPROF
-from advisor.rules.support.common import costliest_places, of_step, scale_edit
+from advisor.rules.support.common import amount_per_step, costliest_places, of_step, scale_edit
 from advisor.testing import Examples, TraceBuilder
 
 FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
@@ -134,6 +134,7 @@ class ManyParameterGroups(Rule):
                 f"{of_step(a, ns)} on the host."
             ),
             evidence=[
+                amount_per_step(a, "time of Optimizer.step", ns),
                 self.compare("groups in a step", rounds.groups, "min_groups", "count"),
                 Evidence("different settings of the groups", rounds.settings, "count"),
                 self.compare("tensors in a group", rounds.tensors, "max_tensors", ""),

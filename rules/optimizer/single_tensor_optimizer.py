@@ -18,6 +18,7 @@ from advisor.replay.selection import mask_launched_under, mask_under
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import FOREACH, SILENT_TRACES, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import (
+    amount_per_step,
     example_steps,
     of_step,
     outermost_in_steps,
@@ -232,6 +233,7 @@ class SingleTensorOptimizer(Rule):
                 f"{of_step(a, ns)}."
             ),
             evidence=[
+                amount_per_step(a, "time of Optimizer.step", ns),
                 self.compare("operators inside Optimizer.step", count, "min_kernels", "count"),
                 self.compare("median operator", median, "max_median_ns", "ns"),
                 self.compare_share(a, "optimizer", ns, "min_host_share"),

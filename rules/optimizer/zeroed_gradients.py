@@ -8,7 +8,13 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import climb_stack, parent_rows
 from advisor.rules.support.citations import TRIED_ON_TRACES, public_traces
-from advisor.rules.support.common import amount_per_step, costliest_places, row_numbers, scale_edit
+from advisor.rules.support.common import (
+    amount_per_step,
+    costliest_places,
+    of_step,
+    row_numbers,
+    scale_edit,
+)
 from advisor.testing import Examples, TraceBuilder
 
 ZERO_GRAD_RANGE = r"^Optimizer\.zero_grad"
@@ -84,7 +90,8 @@ class ZeroedGradients(Rule):
         yield Finding(
             summary=(
                 f"zero_grad() launches {fills / steps:,.0f} fills per step, and the backward pass "
-                f"{additions / steps:,.0f} additions to them, of {total / steps:,.0f} launches."
+                f"{additions / steps:,.0f} additions to them, of {total / steps:,.0f} launches. "
+                f"They take {of_step(a, int(dur[needless].sum()))} on the GPU."
             ),
             evidence=[
                 amount_per_step(a, "fills of gradients", fills, "count"),

@@ -102,7 +102,8 @@ class BelowRate(Rule):
             advice["fix"] = advice["fix"].replace("around the operator", f"around {worst['op']}")
         yield Finding(
             summary=(
-                f"Slow {self._work}{self._name_other(a, slow)} take {share:.0%} of kernel time. "
+                f"Slow {self._work}{self._name_other(a, slow)} take "
+                f"{kernel_work.of_kernel_time(a, float(slow['dur'].sum()), share)}. "
                 f"The costliest{name} reaches "
                 f"{format_share(worst['efficiency'])} of {self._rate}: {reasons}."
             ),

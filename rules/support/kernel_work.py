@@ -11,6 +11,7 @@ import polars as pl
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select, SkippedCheck
 from advisor.core.intervals import union
 from advisor.core.rule import Factor, Threshold
@@ -30,6 +31,7 @@ from advisor.rules.support.common import (
     layer_columns,
     layer_fields,
     locate_row,
+    of_each_step,
     scale_edit,
     work_launched_in,
 )
@@ -82,6 +84,12 @@ def transposes_and_convolutions(a: Analysis) -> tuple[Mask, Mask]:
 def summed_duration(a: Analysis, rows: Mask) -> int:
     """Return the summed duration of rows, ns. Work that runs at the same time counts twice."""
     return int(a.trace.gpu["dur"].to_numpy()[rows].sum())
+
+
+def of_kernel_time(a: Analysis, ns: float, share: float) -> str:
+    """Return kernel time of the window as text: ``3 ms of each step (40% of kernel time)``."""
+    duration = t.format_duration(ns / a.step_count)
+    return f"{duration} {of_each_step(a)} ({share:.0%} of kernel time)"
 
 
 def busy_share(a: Analysis) -> float:

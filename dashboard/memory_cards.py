@@ -12,20 +12,8 @@ from advisor.advise.memory import build_memory_views, select_histories
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report_memory import MemoryView
+from advisor.dashboard import components as ui
 from advisor.dashboard import plotly_figures
-from advisor.dashboard.components import (
-    bar_cell,
-    card,
-    draw_grid,
-    element,
-    expander,
-    fact_list,
-    figure,
-    remark,
-    swatch,
-    table,
-    tiles,
-)
 from advisor.dashboard.loaded_runs import LoadedRun
 from advisor.dashboard.page_view import PageView
 from advisor.measure import Analysis
@@ -82,7 +70,7 @@ def _device_cards(
         parts.append(_category_card(peak, device_view, timeline, title_prefix))
         parts += _table_cards(device_view, title_prefix)
     if peak.history.segments.height and peak.snapshot.source != "trace":
-        segment_map = figure(
+        segment_map = ui.figure(
             _segment_figure(peak),
             f"memory-segments-gpu{peak.device}",
             height=_map_height(peak),
@@ -94,16 +82,16 @@ def _device_cards(
             []
             if device_view is None
             else [
-                draw_grid(section)
+                ui.draw_grid(section)
                 for section in memory.describe_device(device_view).tables
                 if section.title == memory.POOLS
             ]
         )
         parts.append(
-            card(
+            ui.card(
                 f"{title_prefix}{memory.POOLS}",
                 *pools,
-                expander("Show the map", segment_map, remark(_map_note(peak))),
+                ui.expander("Show the map", segment_map, ui.remark(_map_note(peak))),
             )
         )
     return parts
@@ -119,7 +107,7 @@ def _category_card(
     reserved_note = (
         f"of {t.format_bytes(memory_view.reserved)} reserved" if memory_view.reserved else ""
     )
-    figure_tiles = tiles(
+    figure_tiles = ui.tiles(
         [
             (f"In tensors at {instant_name}", t.format_bytes(memory_view.allocated), reserved_note),
             *[(each.category.capitalize(), t.format_bytes(each.bytes),
@@ -133,19 +121,19 @@ def _category_card(
         timeline_figure = _timeline_figure(peak, timeline)
         name = f"memory-snapshot-gpu{peak.device}"
         body.append(
-            figure(timeline_figure, name, height=340, narrow_height=510, description=description)
+            ui.figure(timeline_figure, name, height=340, narrow_height=510, description=description)
         )
         hint = "Hover over the chart to see the largest blocks and a stack."
-        body.append(remark(f"{hint} Double-click to show the whole history."))
+        body.append(ui.remark(f"{hint} Double-click to show the whole history."))
     rows = [
         [
-            element(
+            ui.element(
                 "Span",
-                swatch(CATEGORY_COLORS[each.category]),
+                ui.swatch(CATEGORY_COLORS[each.category]),
                 f" {each.category}",
                 cls="nowrap",
             ),
-            bar_cell(each.bytes / max(memory_view.allocated, 1), CATEGORY_COLORS[each.category]),
+            ui.bar_cell(each.bytes / max(memory_view.allocated, 1), CATEGORY_COLORS[each.category]),
             t.format_bytes(each.bytes),
             t.format_share(each.bytes / max(memory_view.allocated, 1)),
             t.format_count(each.blocks),
@@ -153,15 +141,15 @@ def _category_card(
         for each in memory_view.categories
     ]
     header = ["Category", "", "Bytes", "Share", "Blocks"]
-    body.append(table(header, rows, number_columns=(2, 3, 4), stacked=True))
+    body.append(ui.table(header, rows, number_columns=(2, 3, 4), stacked=True))
     lines = [
         (label, " · ".join(parts))
         for label, parts in memory.describe_device(memory_view).lines
         if label not in ("held", "by")
     ]
     if lines:
-        body.append(fact_list(lines))
-    return card(f"{title_prefix}What held the memory at {instant_name}", *body)
+        body.append(ui.fact_list(lines))
+    return ui.card(f"{title_prefix}What held the memory at {instant_name}", *body)
 
 
 def _table_cards(memory_view: MemoryView, title_prefix: str) -> list[Any]:
@@ -173,10 +161,13 @@ def _table_cards(memory_view: MemoryView, title_prefix: str) -> list[Any]:
         rows: list[Any] = list(section.rows)
         if section.title.startswith("What a change frees"):
             rows = [
-                [element("Div", row[0], element("Div", f"{saving.assumes}.", cls="sub")), *row[1:]]
+                [
+                    ui.element("Div", row[0], ui.element("Div", f"{saving.assumes}.", cls="sub")),
+                    *row[1:],
+                ]
                 for row, saving in zip(rows, memory_view.savings, strict=False)
             ]
-        cards.append(card(f"{title_prefix}{section.title}", draw_grid(section, rows)))
+        cards.append(ui.card(f"{title_prefix}{section.title}", ui.draw_grid(section, rows)))
     return cards
 
 

@@ -11,25 +11,8 @@ from advisor.compare.comparison_text import ComparedFigure, per_suffix
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import unit_of
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view, plotly_figures, theme
-from advisor.dashboard.components import (
-    abbreviation,
-    banner,
-    card,
-    choice_links,
-    draw_block,
-    draw_strip,
-    element,
-    empty_page,
-    empty_state,
-    figure,
-    page,
-    page_heading,
-    remark,
-    swatch,
-    table,
-    verdict_heading,
-)
 from advisor.dashboard.loaded_runs import OpenedPath
 from advisor.dashboard.page_view import PageView
 from advisor.render.documents.comparison import predicted_gain
@@ -56,14 +39,14 @@ def layout(other: object = None, **query: object) -> Any:
     view = page_view.view(**query)
     pairs = view.session.pairs
     if not pairs and has_content(view):
-        return empty_page(
+        return ui.empty_page(
             "Compare",
             "No run is compared yet",
             "Runs that have been read are compared with the newest run.",
             "Open a second run on the Runs page.",
         )
     if not pairs:
-        return empty_page(
+        return ui.empty_page(
             "Compare",
             "One run is open",
             "A comparison needs two runs.",
@@ -84,14 +67,16 @@ def layout(other: object = None, **query: object) -> Any:
             else "The comparison is being computed. Reload in a moment."
         )
         title = "These runs cannot be compared" if comparison else "Comparing the runs"
-        return page(page_heading("Compare", None, run_selector), empty_state(title, reason))
-    return page(
+        return ui.page(
+            ui.page_heading("Compare", None, run_selector), ui.empty_state(title, reason)
+        )
+    return ui.page(
         _heading(comparison, run_selector),
-        banner(comparison.limits),
+        ui.banner(comparison.limits),
         _step_card(comparison),
         _breakdown_card(comparison, before, after),
         _finding_card(comparison),
-        *map(draw_block, predicted_gain(comparison)),
+        *map(ui.draw_block, predicted_gain(comparison)),
         _work_card(comparison),
     )
 
@@ -102,7 +87,7 @@ def _run_selector(view: PageView, keys: list[str], chosen: str) -> Any:
         return None
     entries = [view.session.entry(key) for key in keys]
     names = labels.distinct_labels((entry.name for entry in entries), 40)
-    return choice_links(
+    return ui.choice_links(
         "With",
         [
             (name, view.href("/compare", other=entry.key), entry.key == chosen)
@@ -115,14 +100,14 @@ def _heading(comparison: Comparison, run_selector: Any) -> Any:
     """Build the heading: badge, verdict, both runs, and the run selector."""
     badge = comparison_text.write_badge(comparison)
     sides = [
-        element("Span", element("B", label), " ", labels.clean(" · ".join(parts)))
+        ui.element("Span", ui.element("B", label), " ", labels.clean(" · ".join(parts)))
         for label, parts in comparison_text.describe_sides(comparison)
     ]
-    return element(
+    return ui.element(
         "Div",
-        element("Span", badge, cls=f"pill {BADGE_CLASSES.get(badge, '')}"),
-        *verdict_heading(comparison.verdict),
-        element("Div", *sides, cls="scope"),
+        ui.element("Span", badge, cls=f"pill {BADGE_CLASSES.get(badge, '')}"),
+        *ui.verdict_heading(comparison.verdict),
+        ui.element("Div", *sides, cls="scope"),
         run_selector,
         cls="page-head",
     )
@@ -133,22 +118,22 @@ def _step_card(comparison: Comparison) -> Any:
     if comparison_text.is_of_whole_recordings(comparison):
         return None  # the limits say so, and what to do
     if comparison.steps.before is None or comparison.steps.after is None:
-        return empty_state("Step times are not compared", labels.clean(comparison.steps.reason))
+        return ui.empty_state("Step times are not compared", labels.clean(comparison.steps.reason))
     notes = [
         *comparison_text.step_notes(comparison.steps),
         *comparison_text.interval_method(comparison.steps),
     ]
     notes = [labels.clean(note) for note in notes]
-    return card(
+    return ui.card(
         "Step times",
-        figure(
+        ui.figure(
             _distribution_figure(comparison.steps.before, comparison.steps.after),
             "step-times",
             height=230,
             description="Cumulative share of steps by duration, before and after.",
         ),
         _comparison_table("Step time", comparison_text.step_lines(comparison)),
-        *(remark(note) for note in notes),
+        *(ui.remark(note) for note in notes),
     )
 
 
@@ -188,14 +173,14 @@ VERDICT_CLASSES = {
 def _change_cell(line: ComparedFigure) -> Any:
     """Build a cell with a difference: an arrow, the number, and a word such as "better"."""
     if not line.change:
-        return element("Span", t.EMPTY_CELL, cls="dim")
+        return ui.element("Span", t.EMPTY_CELL, cls="dim")
     arrow = "▲" if line.change.startswith("+") else "▼"
     css_class, meaning = VERDICT_CLASSES.get(line.verdict, ("dim", ""))
-    return element(
+    return ui.element(
         "Span",
-        element("Span", arrow, cls="arrow", aria_hidden="true"),
-        element("Span", labels.clean(line.change)),
-        element("Span", meaning, cls="word") if meaning else None,
+        ui.element("Span", arrow, cls="arrow", aria_hidden="true"),
+        ui.element("Span", labels.clean(line.change)),
+        ui.element("Span", meaning, cls="word") if meaning else None,
         cls=f"change {css_class}",
     )
 
@@ -217,31 +202,35 @@ def _comparison_table(
         )
         label: Any = line.name if line.group == "kernels" else line.label
         if line.group == "work":
-            label = abbreviation(line.label, line.name)
-        label_cell = element(
-            "Span", swatch(color) if color else None, label, cls="nowrap" if color else ""
+            label = ui.abbreviation(line.label, line.name)
+        label_cell = ui.element(
+            "Span", ui.swatch(color) if color else None, label, cls="nowrap" if color else ""
         )
         bar_cells = [_bar_pair(line, largest)] if bars else []
         rows.append([label_cell, *bar_cells, *line.texts, _change_cell(line)])
     header = [title, *([""] if bars else []), "before", "after", "difference"]
     legend = (
-        [swatch(BEFORE_BAR_COLOR), "before ", swatch(AFTER_BAR_COLOR), f"after · {caption}"]
+        [ui.swatch(BEFORE_BAR_COLOR), "before ", ui.swatch(AFTER_BAR_COLOR), f"after · {caption}"]
         if bars
         else [caption]
     )
     number_columns = range(len(header) - 3, len(header))
-    return table(
-        header, rows, number_columns=number_columns, caption=element("Span", *legend), stacked=True
+    return ui.table(
+        header,
+        rows,
+        number_columns=number_columns,
+        caption=ui.element("Span", *legend),
+        stacked=True,
     )
 
 
 def _bar_pair(line: ComparedFigure, largest: float) -> Any:
     """Build the two bars of a row. ``largest``: value of a full bar."""
     bars = [
-        element("I", cls=css_class, style={"width": f"{(value or 0.0) / (largest or 1.0):.4%}"})
+        ui.element("I", cls=css_class, style={"width": f"{(value or 0.0) / (largest or 1.0):.4%}"})
         for css_class, value in (("before", line.before), ("after", line.after))
     ]
-    return element("Span", *bars, cls="two-bars", aria_hidden="true")
+    return ui.element("Span", *bars, cls="two-bars", aria_hidden="true")
 
 
 def _breakdown_card(comparison: Comparison, before: OpenedPath, after: OpenedPath) -> Any:
@@ -255,16 +244,18 @@ def _breakdown_card(comparison: Comparison, before: OpenedPath, after: OpenedPat
         report = entry.loaded.report
         bar = report_charts.build_step_bar(report)
         if bar is not None and longer_ns:
-            strip = draw_strip(bar.segments, f"The step {name}", thin=True)
+            strip = ui.draw_strip(bar.segments, f"The step {name}", thin=True)
             share = report.scope.step_ns / longer_ns
             strips.append(
-                element(
+                ui.element(
                     "Div",
-                    element("Span", name, cls="dim"),
-                    element(
-                        "Div", element("Div", strip, style={"width": f"{share:.4%}"}), cls="track"
+                    ui.element("Span", name, cls="dim"),
+                    ui.element(
+                        "Div",
+                        ui.element("Div", strip, style={"width": f"{share:.4%}"}),
+                        cls="track",
                     ),
-                    element("Span", t.format_duration(report.scope.step_ns), cls="num"),
+                    ui.element("Span", t.format_duration(report.scope.step_ns), cls="num"),
                     cls="strip-line",
                 )
             )
@@ -276,9 +267,9 @@ def _breakdown_card(comparison: Comparison, before: OpenedPath, after: OpenedPat
         ("Kernels by family", [line for line in lines if line.group == "kernels"]),
     ]
     figure_lines = [line for line in lines if line.group == "figures"]
-    return card(
+    return ui.card(
         "Breakdown",
-        element("Div", *strips, cls="strips") if strips else None,
+        ui.element("Div", *strips, cls="strips") if strips else None,
         *(
             _comparison_table(
                 title, group_lines, bars=True, caption=f"{unit}, all bars on one scale"
@@ -295,35 +286,35 @@ def _finding_card(comparison: Comparison) -> Any:
     """Build the card of new, remaining and fixed findings."""
     groups = comparison_text.group_findings(comparison)
     if not groups:
-        return empty_state("No findings", "Neither run has findings.")
+        return ui.empty_state("No findings", "Neither run has findings.")
     sections: list[Any] = []
     change_classes = {} if comparison_text.is_unjudged(comparison) else CHANGE_CLASSES
     for title, items in groups:
         sections.append(
-            element(
+            ui.element(
                 "Section",
-                element(
+                ui.element(
                     "Span",
                     f"{title} {len(items)}",
                     cls=f"pill {change_classes.get(items[0].change, '')}",
                 ),
-                element(
+                ui.element(
                     "Ul",
                     *(_finding_item(item, per_suffix(comparison)) for item in items),
                     cls="changes",
                 ),
             )
         )
-    return card("Findings", element("Div", *sections, cls="stack"))
+    return ui.card("Findings", ui.element("Div", *sections, cls="stack"))
 
 
 def _finding_item(item: FindingChange, unit: str) -> Any:
     """Build the list item of a finding."""
     title, *details = (labels.clean(part) for part in comparison_text.describe_finding(item, unit))
-    return element(
+    return ui.element(
         "Li",
-        element("B", title),
-        element("Span", " · ".join(details), cls="dim") if details else None,
+        ui.element("B", title),
+        ui.element("Span", " · ".join(details), cls="dim") if details else None,
     )
 
 
@@ -332,7 +323,7 @@ def _work_card(comparison: Comparison) -> Any:
     lines = comparison_text.work_lines(comparison, MAX_WORK_LINES, MAX_OPERATOR_LENGTH)
     if not lines:
         return None
-    return card(
+    return ui.card(
         "Device work",
         _comparison_table(
             "GPU work", lines, bars=True, caption=f"time / launches{per_suffix(comparison)}"

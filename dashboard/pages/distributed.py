@@ -9,23 +9,8 @@ from advisor.advise import report_charts
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.report import Report
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view, plotly_figures
-from advisor.dashboard.components import (
-    abbreviation,
-    card,
-    choice_links,
-    draw_section,
-    element,
-    empty_state,
-    figure,
-    link,
-    page,
-    page_heading,
-    rank_selector,
-    remark,
-    table,
-    tiles,
-)
 from advisor.dashboard.loaded_runs import LoadedRun
 from advisor.dashboard.page_view import PageView
 from advisor.measure.comm.comms import sum_collectives, sum_skew
@@ -56,19 +41,19 @@ def layout(show: object = None, **query: object) -> Any:
     report = view.loaded.report
     has_several_ranks = report.ranks is not None
     has_several_traces = len(view.loaded.analyses) > 1
-    heading = page_heading("Distributed", _describe_rank_count(view))
+    heading = ui.page_heading("Distributed", _describe_rank_count(view))
     map_key = str(show) if show in HEAT_MAPS else "step"
     collectives = _collective_card(view)
     if not has_several_ranks and collectives is None:
-        return page(
+        return ui.page(
             heading,
-            empty_state(
+            ui.empty_state(
                 "One rank, no collectives",
                 "This recording has one process, which does not communicate.",
                 "Open a folder with the traces of several ranks to compare them.",
             ),
         )
-    return page(
+    return ui.page(
         heading,
         _communication_tiles(report),
         _rank_card(view),
@@ -77,7 +62,7 @@ def layout(show: object = None, **query: object) -> Any:
         if has_several_traces and report.ranks is not None and report.ranks.aligned
         else None,
         None if has_several_ranks else _one_rank_notice(),
-        *map(draw_section, build_mesh_sections(report, of_one=True)),
+        *map(ui.draw_section, build_mesh_sections(report, of_one=True)),
         collectives,
     )
 
@@ -105,7 +90,7 @@ def precompute(loaded: LoadedRun) -> None:
 
 def _one_rank_notice() -> Any:
     """Build the notice that skew needs several ranks."""
-    return empty_state(
+    return ui.empty_state(
         "Skew is not measured",
         "Only one rank's trace is open, so late ranks are unknown. A rank that waits for others "
         "seems to communicate.",
@@ -134,7 +119,7 @@ def _communication_tiles(report: Report) -> Any:
     ]
     if ranks is not None:
         figures.append(("Clocks agree within", alignment or t.NOT_MEASURED, ""))
-    return tiles(figures)
+    return ui.tiles(figures)
 
 
 def _rank_card(view: PageView) -> Any:
@@ -143,13 +128,13 @@ def _rank_card(view: PageView) -> Any:
     if rank_table is None:
         return None
     rows = [
-        [link(f"rank {row.rank}", href=view.href("/timeline", rank=row.rank)), *row.cells[1:]]
+        [ui.link(f"rank {row.rank}", href=view.href("/timeline", rank=row.rank)), *row.cells[1:]]
         for row in rank_table.rows
     ]
     late_rows = [index for index, row in enumerate(rank_table.rows) if row.latest]
-    return card(
+    return ui.card(
         "Ranks",
-        table(
+        ui.table(
             [t.upper_first(name) for name in rank_table.head],
             rows,
             number_columns=range(1, len(rank_table.head)),
@@ -157,8 +142,8 @@ def _rank_card(view: PageView) -> Any:
             caption="Per step, by rank",
             stacked=True,
         ),
-        element("P", rank_table.note, cls="note-line", style={"marginTop": "12px"}),
-        remark(rank_table.more),
+        ui.element("P", rank_table.note, cls="note-line", style={"marginTop": "12px"}),
+        ui.remark(rank_table.more),
     )
 
 
@@ -173,7 +158,7 @@ def _heat_map_card(view: PageView, map_key: str) -> Any:
         "exposed_by_rank", lambda: exposed_by_rank(view.loaded.analyses)
     )
     if rows.is_empty():
-        return empty_state("No map", "No rank has GPU work in its steps.")
+        return ui.empty_state("No map", "No rank has GPU work in its steps.")
     column, name = HEAT_MAPS[map_key]
     table_by_step = rows.pivot("step", index="rank", values=column, aggregate_function="first")
     steps = table_by_step.columns[1:]
@@ -185,16 +170,16 @@ def _heat_map_card(view: PageView, map_key: str) -> Any:
     ]
     rank_names = [f"rank {rank}" for rank in table_by_step["rank"]]
     description = f"{name} in ms, by rank and step."
-    return card(
+    return ui.card(
         "Ranks × steps",
-        choice_links(
+        ui.choice_links(
             "Show",
             [
                 (label, view.href("/distributed", show=key), key == map_key)
                 for key, (_, label) in HEAT_MAPS.items()
             ],
         ),
-        figure(
+        ui.figure(
             plotly_figures.rank_step_heatmap(values, rank_names, steps, "ms"),
             f"ranks-{map_key}",
             height=max(150, 60 + 26 * len(rank_names)),
@@ -232,10 +217,12 @@ def _collective_table(
         for row in listed.iter_rows(named=True)
     ]
     if rest.height:
-        others = element("Span", f"{t.format_count(rest.height)} other kinds", cls="dim")
+        others = ui.element("Span", f"{t.format_count(rest.height)} other kinds", cls="dim")
         rows.append([others, *(column.format_total(rest) for column in columns)])
     header = ["Collective", *(column.title for column in columns)]
-    return table(header, rows, number_columns=range(1, len(header)), caption=caption, stacked=True)
+    return ui.table(
+        header, rows, number_columns=range(1, len(header)), caption=caption, stacked=True
+    )
 
 
 MESSAGE_COLUMN = CollectiveColumn(
@@ -284,7 +271,9 @@ def _skew_card(view: PageView) -> Any:
     kinds = kinds.with_columns(waiting=pl.col("count") * pl.col("skew_ns"))
     listed, rest = _split_small(kinds, (pl.col("waiting"), pl.col("wait_ns").fill_null(0)))
     caption = "Skew: mean time between first and last arrival"
-    return card("Late ranks by collective", _collective_table(listed, rest, SKEW_COLUMNS, caption))
+    return ui.card(
+        "Late ranks by collective", _collective_table(listed, rest, SKEW_COLUMNS, caption)
+    )
 
 
 def _split_small(
@@ -312,12 +301,12 @@ def _column_sum(kinds: pl.DataFrame, column: str) -> float:
 
 def _collective_name(collective: str, annotation: str | None, short_names: dict[str, str]) -> Any:
     """Build the cell of a collective's name and the range around it."""
-    annotation_label = abbreviation(short_names[annotation], annotation) if annotation else None
-    return element(
+    annotation_label = ui.abbreviation(short_names[annotation], annotation) if annotation else None
+    return ui.element(
         "Span",
         collective.replace("_", " "),
-        element("Br") if annotation_label else None,
-        element("Span", annotation_label, cls="dim") if annotation_label else None,
+        ui.element("Br") if annotation_label else None,
+        ui.element("Span", annotation_label, cls="dim") if annotation_label else None,
     )
 
 
@@ -379,10 +368,10 @@ def _collective_card(view: PageView) -> Any:
     if rest.height:
         notes.append(f"Kinds below {t.format_share(MIN_LISTED_SHARE)} of the time are summed.")
     rank = view.rank if view.rank is not None else next(iter(view.loaded.analyses))
-    return card(
+    return ui.card(
         "Collectives",
-        rank_selector(view, "/distributed"),
+        ui.rank_selector(view, "/distributed"),
         _collective_table(listed, rest, columns, "By kind and message size"),
-        element("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}),
+        ui.element("P", " ".join(notes), cls="note-line", style={"marginTop": "12px"}),
         aside=f"of rank {rank}" if rank >= 0 else "",
     )

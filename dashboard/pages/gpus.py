@@ -10,18 +10,8 @@ from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.prices import Prices, format_money, read_prices
 from advisor.core.report import Report
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view
-from advisor.dashboard.components import (
-    banner,
-    card,
-    element,
-    empty_page,
-    empty_state,
-    expander,
-    fact_list,
-    page,
-    page_heading,
-)
 from advisor.dashboard.grid import Column, duration_column, grid, grid_rows, register_search
 from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView
@@ -58,11 +48,11 @@ def layout(**query: object) -> Any:
     try:
         prices = view.session.options.prices or read_prices()
     except AdvisorError as error:
-        return empty_page("Cost and GPUs", "The prices cannot be read", labels.clean(str(error)))
+        return ui.empty_page("Cost and GPUs", "The prices cannot be read", labels.clean(str(error)))
     cost_unknown = GPU_NOT_LISTED if prices.table else PRICE_UNKNOWN
-    costs = card(
+    costs = ui.card(
         "This run",
-        fact_list(
+        ui.fact_list(
             [
                 ("Cost", labels.clean(" · ".join(cost_parts)) if cost_parts else cost_unknown),
                 (
@@ -83,10 +73,10 @@ def layout(**query: object) -> Any:
             f"{labels.clean(view.analysis.trace.meta.path)}: "
         )
         reason = reason.replace("--recorded-gpu NAME", "advisor dashboard --recorded-gpu NAME")
-        reason_notice = empty_state(
+        reason_notice = ui.empty_state(
             "This step cannot be projected to another GPU", t.upper_first(reason)
         )
-        return page(page_heading("Cost and GPUs"), costs, reason_notice)
+        return ui.page(ui.page_heading("Cost and GPUs"), costs, reason_notice)
     headline = cheapest = describe_cheapest(choices)
     ratios = [
         f"{choice.projection.speedup:.2f}" for choice in choices if not choice.projection.refused
@@ -95,23 +85,23 @@ def layout(**query: object) -> Any:
         no_gain = "No GPU is expected to make this step faster: the host limits it."
         headline = ". ".join(filter(None, (headline, no_gain)))
     notes = dict.fromkeys(note for choice in choices for note in choice.projection.notes)
-    return page(
-        page_heading("Cost and GPUs", labels.clean(t.upper_first(headline))),
-        banner([_explain_missing_costs(prices)] if not cheapest and prices.table else []),
+    return ui.page(
+        ui.page_heading("Cost and GPUs", labels.clean(t.upper_first(headline))),
+        ui.banner([_explain_missing_costs(prices)] if not cheapest and prices.table else []),
         costs,
         _gpu_card(choices, prices, _step_name(report)),
-        card(
+        ui.card(
             "How the ranges are estimated",
-            element(
+            ui.element(
                 "P",
                 f"Measured on {labels.clean(projector.recorded_gpu.name)}: "
                 f"{t.format_duration(projector.a.step_ns)} "
                 f"per {_step_name(report)}. {RESTS_ON}. Other hosts add to the range "
                 "(docs/project.md).",
             ),
-            expander(
+            ui.expander(
                 f"{t.count_noun(len(notes), 'note')} on single GPUs",
-                element("Ul", *(element("Li", labels.clean(note)) for note in notes)),
+                ui.element("Ul", *(ui.element("Li", labels.clean(note)) for note in notes)),
             )
             if notes
             else None,
@@ -161,7 +151,7 @@ def _gpu_card(choices: tuple[TargetGpu, ...], prices: Prices, step: str) -> Any:
     """Build the card of the projected step on other GPUs."""
     with_costs = any(choice.price is not None for choice in choices)
     columns = (*COLUMNS[:-1], *(_cost_columns(prices) if with_costs else ()), COLUMNS[-1])
-    return card(
+    return ui.card(
         f"The {step} on other GPUs",
         grid(
             GRID_ID,

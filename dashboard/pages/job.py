@@ -12,26 +12,8 @@ from advisor.core import text as t
 from advisor.core.labels import clean, shorten
 from advisor.core.ranks import FEW_RANKS, RankLine, Ranks
 from advisor.core.report import Report
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view, plotly_figures, theme
-from advisor.dashboard.components import (
-    banner,
-    bar_cell,
-    card,
-    draw_section,
-    element,
-    empty_page,
-    empty_state,
-    expander,
-    fact_list,
-    figure,
-    link,
-    page,
-    page_heading,
-    png_button,
-    remark,
-    table,
-    tiles,
-)
 from advisor.dashboard.grid import Column, grid, register_search
 from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, rank_key, split_rank_key
 from advisor.dashboard.page_view import PageView
@@ -68,7 +50,7 @@ def layout(**query: object) -> Any:
     entry = view.session.entry(job_and_row[0]) if job_and_row else view.entry
     report = entry.report
     if report is None or report.ranks is None:
-        return empty_page(
+        return ui.empty_page(
             "Job",
             "One run is open",
             "This page compares the ranks of a job: outliers, and groups of similar ranks.",
@@ -76,19 +58,19 @@ def layout(**query: object) -> Any:
             "--output JOB.json wrote of one.",
         )
     ranks = report.ranks
-    return page(
-        page_heading("Job", _lead_text(report)),
-        banner([rank_charts.describe_missing(item) for item in ranks.missing[:MAX_LINES]]),
+    return ui.page(
+        ui.page_heading("Job", _lead_text(report)),
+        ui.banner([rank_charts.describe_missing(item) for item in ranks.missing[:MAX_LINES]]),
         _job_tiles(ranks),
         _heat_map_card(ranks, entry),
         _outlier_card(ranks, entry),
         _step_time_card(ranks),
-        *map(draw_section, build_rank_groups(ranks)),
+        *map(ui.draw_section, build_rank_groups(ranks)),
         *_change_cards(report),
         _rank_grid_card(ranks, entry),
-        card(
+        ui.card(
             "What was read",
-            fact_list(
+            ui.fact_list(
                 [
                     (label, " · ".join(filter(None, parts)))
                     for label, parts in rank_charts.describe_scope(ranks)
@@ -108,12 +90,12 @@ def _lead_text(report: Report) -> str | None:
 
 def rank_required_page(view: PageView) -> Any:
     """Build the notice that asks for a rank, instead of a page about one rank."""
-    return empty_page(
+    return ui.empty_page(
         "Choose a rank",
         "This page shows one rank",
         "A job is open. The trace of a rank is read when you open the rank.",
         "",
-        link("Show the job and its ranks", href=view.href("/job"), cls="button main"),
+        ui.link("Show the job and its ranks", href=view.href("/job"), cls="button main"),
     )
 
 
@@ -128,7 +110,7 @@ def _job_tiles(ranks: Ranks) -> Any:
     longest = max(ranks.lines, key=lambda row: row.step_ns, default=None)
     waiting = None if longest is None else _waiting_ns(ranks, longest)
     waiting_note = f", {t.format_duration(waiting)} of it waiting" if waiting else ""
-    return tiles(
+    return ui.tiles(
         [
             ("Ranks read", t.format_count(read_count), of_world),
             ("Hosts", t.format_count(ranks.hosts) if ranks.hosts else t.NOT_MEASURED, ""),
@@ -156,7 +138,7 @@ def _heat_map_card(ranks: Ranks, entry: OpenedPath) -> Any:
     """Build the card of the heat map: time of each rank by class, compared with the median."""
     heat_map = rank_charts.build_heat_map(ranks)
     if heat_map is None:
-        return empty_state("No map", "No rank has steps that were measured.")
+        return ui.empty_state("No map", "No rank has steps that were measured.")
     query_by_row = {id(row): _rank_query(entry, i, row.rank) for i, row in enumerate(ranks.lines)}
     values: list[list[float | None]] = []
     tooltips: list[list[str | None]] = []
@@ -187,9 +169,9 @@ def _heat_map_card(ranks: Ranks, entry: OpenedPath) -> Any:
             labels.append(strip_label + rank_charts.class_label(name))
     height = 106 + ROW_HEIGHT_PX * len(labels)
     rank_names = None if has_several_strips else heat_map.columns()
-    return card(
+    return ui.card(
         "Time of each rank, compared with the median rank",
-        figure(
+        ui.figure(
             plotly_figures.rank_class_heatmap(
                 values,
                 tooltips,
@@ -207,7 +189,7 @@ def _heat_map_card(ranks: Ranks, entry: OpenedPath) -> Any:
             description="Each rank's time per step by class, compared with the median rank's. The "
             "table of ranks below has the numbers.",
         ),
-        remark(
+        ui.remark(
             "Per step: red is longer, blue is shorter. Click on a rank to open its timeline. "
             + heat_map.note
         ),
@@ -224,14 +206,14 @@ def _outlier_card(ranks: Ranks, entry: OpenedPath) -> Any:
         name: Any = rank_charts.outlier_name(outlier)
         if outlier.unit == "rank" and outlier.name in row_by_rank:
             query = _rank_query(entry, row_by_rank[outlier.name], int(outlier.name))
-            name = link(name, href=f"/timeline?{query}")
+            name = ui.link(name, href=f"/timeline?{query}")
         share = outlier.last_share
         rows.append(
             [
                 name,
                 [
                     rank_charts.outlier_kind(outlier),
-                    element("Div", clean(outlier.reason), cls="sub"),
+                    ui.element("Div", clean(outlier.reason), cls="sub"),
                 ],
                 t.format_duration(outlier.waited_ns),
                 t.format_cell(share, t.format_share),
@@ -247,9 +229,9 @@ def _outlier_card(ranks: Ranks, entry: OpenedPath) -> Any:
         "Gain",
         "Significance",
     )
-    return card(
+    return ui.card(
         "Outliers",
-        table(
+        ui.table(
             header, rows, number_columns=(2, 3), name_columns=(0, 1, 4, 5), caption="", stacked=True
         ),
     )
@@ -263,29 +245,33 @@ def _step_time_card(ranks: Ranks) -> Any:
     bins = rank_charts.build_histogram(ranks)
     if not bins:
         return None
-    tools = png_button("job-steps")
+    tools = ui.png_button("job-steps")
     if len(ranks.lines) > FEW_RANKS:
         max_ranks = max(item.ranks for item in bins)
         rows = [
-            [item.label, bar_cell(item.ranks / max_ranks, theme.ACCENT), t.format_count(item.ranks)]
+            [
+                item.label,
+                ui.bar_cell(item.ranks / max_ranks, theme.ACCENT),
+                t.format_count(item.ranks),
+            ]
             for item in bins
         ]
-        table_element = table(("Mean step", "", "Ranks"), rows, number_columns=(2,))
-        return card("Ranks by step time", table_element, tools=tools)
+        table_element = ui.table(("Mean step", "", "Ranks"), rows, number_columns=(2,))
+        return ui.card("Ranks by step time", table_element, tools=tools)
     waits = [(row, _waiting_ns(ranks, row) or 0.0) for row in ranks.lines if row.step_ns > 0]
     waits.sort(key=lambda each: each[1] - each[0].step_ns)
     scale = max(row.step_ns for row, _ in waits)
     rows = [
         [
             f"rank {row.rank}",
-            bar_cell((row.step_ns - ns) / scale, theme.ACCENT, ns / scale),
+            ui.bar_cell((row.step_ns - ns) / scale, theme.ACCENT, ns / scale),
             *map(t.format_duration, (row.step_ns - ns, ns, row.step_ns)),
         ]
         for row, ns in waits
     ]
     header = ("Rank", "", "Own time", "Waiting for others", "Mean step")
-    table_element = table(header, rows, number_columns=(2, 3, 4), stacked=True)
-    return card("Step time of each rank", table_element, tools=tools)
+    table_element = ui.table(header, rows, number_columns=(2, 3, 4), stacked=True)
+    return ui.card("Step time of each rank", table_element, tools=tools)
 
 
 def _class_title(name: str) -> str:
@@ -296,20 +282,20 @@ def _class_title(name: str) -> str:
 def _change_cards(report: Report) -> list[Any]:
     """Build the cards of fixes, opened on demand, and of other changes with their gains."""
     fixes = [
-        expander(
+        ui.expander(
             " · ".join(filter(None, (clean(finding.title), finding_text.describe_gain(finding)))),
-            element("P", clean(finding.summary)),
-            element("P", clean(finding.fix)) if finding.fix else None,
+            ui.element("P", clean(finding.summary)),
+            ui.element("P", clean(finding.fix)) if finding.fix else None,
         )
         for finding in report.findings[:MAX_LINES]
     ]
     cases = [
-        element("Li", t.upper_first(change))
+        ui.element("Li", t.upper_first(change))
         for change in rank_charts.other_changes(report)[:MAX_LINES]
     ]
     return [
-        *([card("What to change", *fixes)] if fixes else []),
-        *([card("What if", element("Ul", *cases))] if cases else []),
+        *([ui.card("What to change", *fixes)] if fixes else []),
+        *([ui.card("What if", ui.element("Ul", *cases))] if cases else []),
     ]
 
 
@@ -335,10 +321,10 @@ def _rank_grid_card(ranks: Ranks, entry: OpenedPath) -> Any:
             for field, name in classes
         ),
     ]
-    return card(
+    return ui.card(
         "Ranks",
         grid(RANK_GRID_ID, columns, rows, height=420, label="Ranks"),
-        remark("Select a rank to open its timeline."),
+        ui.remark("Select a rank to open its timeline."),
     )
 
 
@@ -347,7 +333,7 @@ def _not_compared_card(ranks: Ranks) -> Any:
     if not ranks.not_checked:
         return None
     lines = [(clean(name), clean(reason)) for name, reason in ranks.not_checked.items()]
-    return card("Not compared", fact_list(lines[:MAX_LINES]))
+    return ui.card("Not compared", ui.fact_list(lines[:MAX_LINES]))
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:

@@ -11,24 +11,8 @@ from advisor.advise.program_wording import ACTIVITIES, record_gpu_work, record_w
 from advisor.advise.report_fields import list_families
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view, plotly_figures, theme
-from advisor.dashboard.components import (
-    bar_cell,
-    card,
-    draw_section,
-    element,
-    empty_state,
-    fact_list,
-    figure,
-    icon,
-    link,
-    page,
-    page_heading,
-    rank_selector,
-    remark,
-    swatch,
-    table,
-)
 from advisor.dashboard.grid import (
     Column,
     Formatter,
@@ -60,21 +44,21 @@ def layout(**query: object) -> Any:
     """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
-    heading = page_heading("Kernels and ops", _lead_text(a), rank_selector(view, "/kernels"))
+    heading = ui.page_heading("Kernels and ops", _lead_text(a), ui.rank_selector(view, "/kernels"))
     if a.device_id is None:
         reason = "The trace has no GPU work, so kernels, occupancy and rooflines are not measured."
         remedy = record_gpu_work(a.trace.meta)
-        return page(
+        return ui.page(
             heading,
-            empty_state("No kernels", reason, remedy),
+            ui.empty_state("No kernels", reason, remedy),
             *_layer_cards(view),
             _tree_card(view),
             _operator_card(view),
         )
-    return page(
+    return ui.page(
         heading,
         _family_card(a),
-        *map(draw_section, auxiliary_sections.build_kernel_sections(view.loaded.report)),
+        *map(ui.draw_section, auxiliary_sections.build_kernel_sections(view.loaded.report)),
         _kernel_card(view),
         _rate_card(view),
         _roofline_card(view),
@@ -110,10 +94,10 @@ def _family_card(a: Analysis) -> Any:
     largest = max((family.ns for family in families), default=0) or 1
     rows = [
         [
-            element(
-                "Span", swatch(theme.color_of("kernels", family.name)), family.name, cls="nowrap"
+            ui.element(
+                "Span", ui.swatch(theme.color_of("kernels", family.name)), family.name, cls="nowrap"
             ),
-            bar_cell(family.ns / largest, theme.color_of("kernels", family.name)),
+            ui.bar_cell(family.ns / largest, theme.color_of("kernels", family.name)),
             t.format_duration(family.ns),
             t.format_share(family.share),
             t.format_count(family.count),
@@ -122,9 +106,9 @@ def _family_card(a: Analysis) -> Any:
         if family.ns > 0
     ]
     header = ["Family", "", "Time per step", "Share of GPU work", "Launches per step"]
-    return card(
+    return ui.card(
         "By family",
-        table(header, rows, number_columns=(2, 3, 4), caption=GPU_WORK_CAPTION, stacked=True),
+        ui.table(header, rows, number_columns=(2, 3, 4), caption=GPU_WORK_CAPTION, stacked=True),
     )
 
 
@@ -186,11 +170,13 @@ def _kernel_card(view: PageView) -> Any:
     rows = view.loaded.get_or_compute(("kernel_rows", view.rank), lambda: kernel_rows(a))
     unlisted = a.hot_kernels.height - len(rows)
     aside = "select a kernel to find it on the timeline; – means not measured"
-    return card(
+    return ui.card(
         "Kernels",
         grid("kernel-grid", KERNEL_COLUMNS, rows, height=460, label="Kernels"),
-        remark(f"{t.format_count(unlisted)} smaller kernels are not listed.") if unlisted else None,
-        element("Div", id="kernel-detail", aria_live="polite"),
+        ui.remark(f"{t.format_count(unlisted)} smaller kernels are not listed.")
+        if unlisted
+        else None,
+        ui.element("Div", id="kernel-detail", aria_live="polite"),
         aside=aside,
     )
 
@@ -207,9 +193,9 @@ def _roofline_card(view: PageView) -> Any:
             if a.device is not None and a.device.name
             else "The trace does not name its GPU."
         )
-        return empty_state("No roofline", reason)
+        return ui.empty_state("No roofline", reason)
     if measured.is_empty():
-        return empty_state(
+        return ui.empty_state(
             "No roofline",
             "FLOPs and bytes of a kernel need the input shapes of its operator.",
             record_with("record_shapes=True", a.trace.meta),
@@ -220,9 +206,9 @@ def _roofline_card(view: PageView) -> Any:
         "arithmetic "
         f"intensity and FLOP rate, below the roofline of {a.hardware.name}."
     )
-    return card(
+    return ui.card(
         "Roofline",
-        figure(
+        ui.figure(
             plotly_figures.roofline(measured, a.hardware, _device_work_ns(a)),
             "roofline",
             height=420,
@@ -230,7 +216,7 @@ def _roofline_card(view: PageView) -> Any:
             has_table=True,
             description=f"{description} The table of kernels has the numbers.",
         ),
-        remark(description + " Area shows time. Peaks are the vendor's figures."),
+        ui.remark(description + " Area shows time. Peaks are the vendor's figures."),
     )
 
 
@@ -241,7 +227,7 @@ def _layer_cards(view: PageView) -> list[Any]:
     if layer_report is None:
         return []
     return [
-        draw_section(section)
+        ui.draw_section(section)
         for section in layers.sections(layer_report, a.per, a.steps.used.height)
     ]
 
@@ -251,7 +237,7 @@ def _tree_card(view: PageView) -> Any:
     a = view.analysis
     tree = view.loaded.get_or_compute(("op_tree", view.rank), lambda: op_tree(a))
     if tree.is_empty():
-        return empty_state(
+        return ui.empty_state(
             "No modules or operators",
             "The trace has no operators, so launches cannot be attributed.",
             record_with(ACTIVITIES, a.trace.meta),
@@ -261,16 +247,16 @@ def _tree_card(view: PageView) -> Any:
     description += " Violet: modules and ranges, darker for the backward pass. Green: operators."
     if tree["name"].str.starts_with(KERNEL).any():
         description += " Blue: kernels, if an operator launches several."
-    return card(
+    return ui.card(
         f"{t.upper_first(time_kind)} by module and operator",
-        figure(
+        ui.figure(
             plotly_figures.module_tree_figure(tree, f"all {time_kind}"),
             "modules-and-ops",
             height=460,
             has_table=True,
             description=f"{description} The table of operators has the numbers.",
         ),
-        remark(description),
+        ui.remark(description),
     )
 
 
@@ -306,8 +292,8 @@ def _operator_card(view: PageView) -> Any:
     note = "Self host time excludes the operators called."
     if has_device_work:
         note = f"GPU time counts kernels that the operator launches itself. {note}"
-    return card(
-        "Operators", grid("op-grid", columns, rows, height=380, label="Operators"), remark(note)
+    return ui.card(
+        "Operators", grid("op-grid", columns, rows, height=380, label="Operators"), ui.remark(note)
     )
 
 
@@ -362,7 +348,7 @@ def _kernel_detail(view: PageView, row: int) -> Any:
         focus=longest["ts"],
     )
     facts = [
-        ("Name", element("Code", labels.clean(name))),
+        ("Name", ui.element("Code", labels.clean(name))),
         ("Longest", t.format_duration(longest["dur"])),
         ("Grid", _launch_size(longest)),
         ("Stream", str(longest["stream"])),
@@ -373,16 +359,20 @@ def _kernel_detail(view: PageView, row: int) -> Any:
         lines = "; ".join(
             f"{t.shorten_path(line.file or '', 60)}:{line.line}" for line in fused_kernel.lines
         )
-        facts += [("From", element("Code", lines))] if lines else []
+        facts += [("From", ui.element("Code", lines))] if lines else []
     location = a.location(longest["launch"])
     if location[0] is not None:
-        facts.append(("Line", element("Code", f"{t.shorten_path(location[0], 90)}:{location[1]}")))
-    return element(
+        facts.append(
+            ("Line", ui.element("Code", f"{t.shorten_path(location[0], 90)}:{location[1]}"))
+        )
+    return ui.element(
         "Div",
-        fact_list(facts),
-        element(
+        ui.fact_list(facts),
+        ui.element(
             "Div",
-            link(icon("show"), "Longest instance on the timeline", href=href, cls="button main"),
+            ui.link(
+                ui.icon("show"), "Longest instance on the timeline", href=href, cls="button main"
+            ),
             cls="actions",
         ),
         cls="detail",
@@ -427,11 +417,11 @@ def _rate_card(view: PageView) -> Any:
     a = view.analysis
     rows = view.loaded.get_or_compute(("rate_rows", view.rank), lambda: rate_rows(a))
     if not rows:
-        return empty_state("No operators by shape", "These steps run no compute kernel.")
-    return card(
+        return ui.empty_state("No operators by shape", "These steps run no compute kernel.")
+    return ui.card(
         "Operators by shape",
         grid(RATE_GRID_ID, RATE_COLUMNS, rows, height=420, label="Operators by shape"),
-        remark(_describe_rates(a)),
+        ui.remark(_describe_rates(a)),
         aside="compared with rates measured on this GPU model; – means not measured",
     )
 

@@ -12,23 +12,8 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.charts import Segment
 from advisor.core.run_directory import GpuSample, HostSample, RankRecord
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view, plotly_figures, theme
-from advisor.dashboard.components import (
-    card,
-    choice_links,
-    draw_strip,
-    element,
-    empty_page,
-    empty_state,
-    figure,
-    link,
-    page,
-    page_heading,
-    remark,
-    table,
-    tiles,
-    two_column_legend,
-)
 from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView, parse_query
 from advisor.dashboard.pages.overview import finding_line
@@ -50,7 +35,7 @@ def layout(rank: object = None, **query: object) -> Any:
     view = page_view.view(**query)
     session = view.session
     if not session.is_live or session.follower is None:
-        return empty_page(
+        return ui.empty_page(
             "Live",
             "Not following a run",
             "This page follows steps, phases and telemetry during training.",
@@ -59,9 +44,9 @@ def layout(rank: object = None, **query: object) -> Any:
         )
     interval: Any = dcc.Interval
     return [
-        *page(
-            page_heading("Live", labels.clean(session.entries[0].path)),
-            element(
+        *ui.page(
+            ui.page_heading("Live", labels.clean(session.entries[0].path)),
+            ui.element(
                 "Div",
                 *live_body(view, _parse_number(rank)),
                 id="live-body",
@@ -116,7 +101,7 @@ def live_body(view: PageView, rank: int | None) -> list[Any]:
     record = _read_record(view, rank)
     if record is None or not record.steps:
         return [
-            empty_state("Waiting for the first step", "Nothing was recorded in this folder yet.")
+            ui.empty_state("Waiting for the first step", "Nothing was recorded in this folder yet.")
         ]
     follower = view.session.follower
     ranks = follower.ranks() if follower is not None else []
@@ -124,7 +109,7 @@ def live_body(view: PageView, rank: int | None) -> list[Any]:
     parts: list[Any] = []
     if len(ranks) > 1:
         links = [(str(n), view.href("/live", rank=n), n == chosen) for n in ranks[:64]]
-        parts.append(choice_links("Rank", links))
+        parts.append(ui.choice_links("Rank", links))
     parts.append(_metric_tiles(record))
     recent = record.steps[-MAX_STEPS:]
     shown_steps = StepRecords(RankRecord(rank=record.rank, steps=recent))
@@ -150,7 +135,7 @@ def _metric_tiles(record: RankRecord) -> Any:
     state = "running"
     if end_events:
         state = f"ended: {labels.clean(end_events[-1].get('reason', ''))}"
-    return tiles(
+    return ui.tiles(
         [
             ("Steps", t.format_count(len(record.steps)), state),
             (
@@ -229,16 +214,16 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
     note = (
         f"Above the axis: {'; '.join(above_axis)}. Double-click to show all." if above_axis else ""
     )
-    step_figure = figure(chart, "steps", height=220, description=description)
-    return card("Steps", step_figure, remark(note), aside=aside)
+    step_figure = ui.figure(chart, "steps", height=220, description=description)
+    return ui.card("Steps", step_figure, ui.remark(note), aside=aside)
 
 
 def phases_card(title: str, parts: Sequence[Segment], aside: str) -> Any:
     """Build a card with a bar of the step's phases, or ``None`` without any."""
     if not parts:
         return None
-    legend = element("Div", *two_column_legend(parts), cls="legend")
-    return card(title, draw_strip(parts, title), legend, aside=aside)
+    legend = ui.element("Div", *ui.two_column_legend(parts), cls="legend")
+    return ui.card(title, ui.draw_strip(parts, title), legend, aside=aside)
 
 
 def _phase_card(record: RankRecord) -> Any:
@@ -258,21 +243,21 @@ def _finding_card(view: PageView) -> Any:
     entry = view.session.entries[0]
     if entry.loaded is None:
         reason = labels.clean(entry.failure_reason or entry.progress)
-        return empty_state(
+        return ui.empty_state(
             "No findings yet", f"They appear after the first profiled window. {reason}"
         )
     report = entry.loaded.report
     ranked = finding_text.ranked_findings(report)[:5]
     if not ranked:
-        return card("Findings", element("P", labels.clean(report.verdict)))
+        return ui.card("Findings", ui.element("P", labels.clean(report.verdict)))
     if report.scope.step_source == "record":
         basis = "from recorded steps only, until a window is profiled"
     else:
         basis = f"of window {next((item.window for item in report.inputs), 0)}"
-    return card(
+    return ui.card(
         "Findings",
-        element("Ol", *(finding_line(view, finding) for finding in ranked), cls="lines"),
-        tools=link("All", href=view.href("/findings")),
+        ui.element("Ol", *(finding_line(view, finding) for finding in ranked), cls="lines"),
+        tools=ui.link("All", href=view.href("/findings")),
         aside=f"{basis}; {labels.clean(entry.failure_reason)}" if entry.failure_reason else basis,
     )
 
@@ -303,7 +288,7 @@ def telemetry_cards(record: RankRecord, *, max_samples: int | None = None) -> li
     samples = record.samples[-max_samples:] if max_samples else record.samples
     if not samples:
         return [
-            empty_state(
+            ui.empty_state(
                 "No telemetry",
                 "Clocks, power, temperature and host load were not recorded.",
                 "Record with advisor record, which samples once per second.",
@@ -325,9 +310,9 @@ def telemetry_cards(record: RankRecord, *, max_samples: int | None = None) -> li
     ]
     cards: list[Any] = []
     if figures:
-        cards.append(card("GPU", figure_grid(figures), aside="over the run"))
+        cards.append(ui.card("GPU", figure_grid(figures), aside="over the run"))
     elif record.rank.devices:
-        cards.append(empty_state("No GPU telemetry", "The driver reported no samples."))
+        cards.append(ui.empty_state("No GPU telemetry", "The driver reported no samples."))
     spans = find_throttle_spans(gpus, start)
     if spans:
         cards.append(_throttle_card(spans))
@@ -337,7 +322,7 @@ def telemetry_cards(record: RankRecord, *, max_samples: int | None = None) -> li
         if (chart := _telemetry_figure(name, unit, lines, hosts, start))
     ]
     if figures:
-        cards.append(card("Host", figure_grid(figures), aside="over the run"))
+        cards.append(ui.card("Host", figure_grid(figures), aside="over the run"))
     return cards
 
 
@@ -361,10 +346,10 @@ def _telemetry_figure(
             series.append((label, *plotly_figures.downsample(seconds, scaled), color))
     if not series:
         return None
-    return element(
+    return ui.element(
         "Div",
-        element("H3", name),
-        figure(
+        ui.element("H3", name),
+        ui.figure(
             plotly_figures.line_chart(series, x_title="s", y_title=unit, height=190),
             f"telemetry-{name.lower().replace(' ', '-')}",
             height=190,
@@ -375,7 +360,7 @@ def _telemetry_figure(
 
 def figure_grid(parts: list[Any]) -> Any:
     """Arrange small figures side by side."""
-    return element("Div", *parts, cls="multiples")
+    return ui.element("Div", *parts, cls="multiples")
 
 
 def find_throttle_spans(
@@ -401,8 +386,8 @@ def _throttle_card(spans: list[tuple[str, float, float, int]]) -> Any:
         [reasons, f"{first:,.0f} s", f"{last:,.0f} s", t.format_count(count)]
         for reasons, first, last, count in sorted(spans, key=lambda span: -span[3])[:20]
     ]
-    return card(
+    return ui.card(
         "Clock throttling",
-        table(["Reason", "From", "To", "Samples"], rows, number_columns=(1, 2, 3)),
+        ui.table(["Reason", "From", "To", "Samples"], rows, number_columns=(1, 2, 3)),
         aside="reasons as the driver reports them",
     )

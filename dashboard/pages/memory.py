@@ -7,18 +7,8 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.labels import clean
+from advisor.dashboard import components as ui
 from advisor.dashboard import memory_cards, page_view, plotly_figures, theme
-from advisor.dashboard.components import (
-    card,
-    element,
-    empty_state,
-    figure,
-    page,
-    page_heading,
-    rank_selector,
-    table,
-    tiles,
-)
 from advisor.dashboard.page_view import PageView
 from advisor.measure import Analysis
 from advisor.measure.memory.trace_memory import memory_devices
@@ -43,19 +33,19 @@ def layout(**query: object) -> Any:
     is_pytorch = a.trace.meta.is_pytorch
     source = "PyTorch's allocator counts" if is_pytorch else "the program's allocators count"
     lead = f"GPU memory as {source} it." if has_memory else ""
-    heading = page_heading("Memory", lead, rank_selector(view, "/memory"))
+    heading = ui.page_heading("Memory", lead, ui.rank_selector(view, "/memory"))
     out_of_memory = _out_of_memory_card(a)
     device_cards = memory_cards.draw_cards(view)
     by_step = _memory_by_step_card(a)
     if not has_memory and not device_cards:
         device_cards.append(
-            empty_state(
+            ui.empty_state(
                 "No device memory",
                 "The trace has no allocator events, so memory over time is not measured.",
                 _recording_advice(a) if is_pytorch else "",
             )
         )
-    return page(
+    return ui.page(
         heading, out_of_memory, _peak_tiles(view), *device_cards, by_step, _allocation_call_card(a)
     )
 
@@ -87,7 +77,7 @@ def _peak_tiles(view: PageView) -> Any:
         ("Host memory", largest["rss"], "resident memory of the process"),
     ]
     known = [(name, t.format_bytes(value), note) for name, value, note in figures if value]
-    return tiles(known) if known else None
+    return ui.tiles(known) if known else None
 
 
 def _recording_advice(a: Analysis) -> str:
@@ -131,7 +121,7 @@ def _memory_by_step_card(a: Analysis) -> Any:
     figures, x_range = [], (step_numbers[0], step_numbers[-1])
     if series:
         figures.append(
-            figure(
+            ui.figure(
                 plotly_figures.line_chart(
                     series, x_title="step", y_title="GiB", height=230, is_step=True, x_range=x_range
                 ),
@@ -156,7 +146,7 @@ def _memory_by_step_card(a: Analysis) -> Any:
             if rows
         ]
         figures.append(
-            figure(
+            ui.figure(
                 plotly_figures.line_chart(
                     host_series, x_title="step", y_title="host, GiB", height=170, x_range=x_range
                 ),
@@ -167,7 +157,7 @@ def _memory_by_step_card(a: Analysis) -> Any:
             )
         )
     name = "Over the run" if series else "Host memory over the run"
-    return card(name, *figures, aside="sampled at the end of steps") if figures else None
+    return ui.card(name, *figures, aside="sampled at the end of steps") if figures else None
 
 
 def _out_of_memory_card(a: Analysis) -> Any:
@@ -183,10 +173,10 @@ def _out_of_memory_card(a: Analysis) -> Any:
     snapshot = last.get("snapshot")
     if snapshot:
         rows.append(("snapshot", clean(snapshot)))
-    return card(
+    return ui.card(
         "Out of memory",
-        element("P", clean(last.get("message", "")), cls="mono"),
-        table(["At the failure", ""], rows, number_columns=()),
+        ui.element("P", clean(last.get("message", "")), cls="mono"),
+        ui.table(["At the failure", ""], rows, number_columns=()),
         aside=f"{t.format_count(len(events))}×",
         cls="alarm",
     )
@@ -222,8 +212,8 @@ def _allocation_call_card(a: Analysis) -> Any:
         ]
         for call, count, dur, worst in sums.iter_rows()
     ]
-    return card(
+    return ui.card(
         "Allocation calls to the driver",
-        table(["What", "Calls", "Time per step", "Longest"], rows, number_columns=(1, 2, 3)),
+        ui.table(["What", "Calls", "Time per step", "Longest"], rows, number_columns=(1, 2, 3)),
         aside="in the analysed steps; a warmed-up caching allocator makes none",
     )

@@ -11,17 +11,8 @@ from advisor.core.auxiliary_inputs import (
     FlightRecord,
     NetworkLog,
 )
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view
-from advisor.dashboard.components import (
-    card,
-    editor_href,
-    element,
-    fact_list,
-    page,
-    page_heading,
-    table,
-    tiles,
-)
 from advisor.dashboard.page_view import PageView
 from advisor.measure.comm.flight_recorder import describe_problem, of_ranks
 from advisor.render.document import FieldList
@@ -54,7 +45,7 @@ def has_content(view: PageView) -> bool:
 def layout(**query: object) -> Any:
     """Build the page."""
     view = page_view.view(**query)
-    return page(page_heading("Network", _lead_text(view)), *sections(view))
+    return ui.page(ui.page_heading("Network", _lead_text(view)), *sections(view))
 
 
 def _lead_text(view: PageView) -> str:
@@ -81,7 +72,7 @@ def sections(view: PageView) -> list[Any]:
 def _flight_recorder_cards(view: PageView, record: FlightRecord) -> list[Any]:
     """Build the tiles of the dumps, and a card for each mismatched or unfinished collective."""
     ranks_without_dump = of_ranks(record.absent) if record.absent else ""
-    figure_tiles = tiles(
+    figure_tiles = ui.tiles(
         [
             (
                 "Dumps",
@@ -125,10 +116,10 @@ def _problem_card(view: PageView, problem: CollectiveProblem) -> Any:
             [of_ranks(waiting).lower(), "waiting", *_call_cells(view, first, is_last=False)]
         )
     title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
-    return card(
+    return ui.card(
         f"{title}: {problem.kind}",
-        element("P", describe_problem(problem)),
-        table(
+        ui.element("P", describe_problem(problem)),
+        ui.table(
             ("Rank", "State", "Call", "Shapes", "Where"),
             rows,
             name_columns=(0, 2, 3, 4),
@@ -153,7 +144,7 @@ def _call_cells(view: PageView, call: CollectiveCall | None, *, is_last: bool) -
     shapes = " ".join(map(str, call.sizes[:3])) + ("…" if len(call.sizes) > 3 else "")
     name = f"{labels.clean(call.operation)} {call.sequence}"
     return [
-        [element("Span", "last call: ", cls="dim"), name] if is_last else name,
+        [ui.element("Span", "last call: ", cls="dim"), name] if is_last else name,
         f"{shapes} {dtypes}".strip() or t.EMPTY_CELL,
         _source_cell(view, call),
     ]
@@ -165,9 +156,9 @@ def _source_cell(view: PageView, call: CollectiveCall) -> Any:
     if location is None or not location.file:
         return "not recorded"
     text = f"{t.shorten_path(labels.clean(location.file), 50)}:{location.line}"
-    editor_address = editor_href(view.session.editor, location)
+    editor_address = ui.editor_href(view.session.editor, location)
     return (
-        element("A", text, href=editor_address, title="Open in the editor")
+        ui.element("A", text, href=editor_address, title="Open in the editor")
         if editor_address
         else text
     )
@@ -194,12 +185,12 @@ def _path_cards(log: NetworkLog) -> list[Any]:
         if field.label not in ("paths", "links")  # these have tables
     ]
     return [
-        tiles([figure for figure in figures if figure[1]])
+        ui.tiles([figure for figure in figures if figure[1]])
         if any(figure[1] for figure in figures)
         else None,
         _count_card("Connections between GPUs", "Transport", log.paths),
         _count_card("Links of the topology", "Link", log.gpu_links),
-        card("What the logs say", fact_list(rows)),
+        ui.card("What the logs say", ui.fact_list(rows)),
     ]
 
 
@@ -215,6 +206,7 @@ def _count_card(title: str, name: str, counts: Mapping[str, int]) -> Any:
         ]
         for kind, count in sorted(counts.items(), key=lambda item: -item[1])
     ]
-    return card(
-        title, table((name, "What it is", "Count"), rows, number_columns=(2,), name_columns=(0, 1))
+    return ui.card(
+        title,
+        ui.table((name, "What it is", "Count"), rows, number_columns=(2,), name_columns=(0, 1)),
     )

@@ -12,22 +12,8 @@ from advisor.core import text as t
 from advisor.core.charts import FixSequence, StepAfterFix, StepBar
 from advisor.core.finding import Finding, Impact
 from advisor.core.report import Report
+from advisor.dashboard import components as ui
 from advisor.dashboard import memory_cards, page_view
-from advisor.dashboard.components import (
-    banner,
-    card,
-    draw_bar,
-    draw_block,
-    draw_section,
-    element,
-    expander,
-    link,
-    page,
-    png_button,
-    remark,
-    tiles,
-    verdict_heading,
-)
 from advisor.dashboard.loaded_runs import DashboardSession, LoadedRun
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages import network
@@ -45,24 +31,26 @@ def layout(**query: object) -> Any:
     report = view.loaded.report
     limits_last = _shows_limits_last(report)
     bar, has_no_step_time = report_charts.build_step_bar(report), report.scope.has_no_step_time
-    return page(
+    return ui.page(
         _heading(view, report),
-        None if limits_last else banner(report.limits),
+        None if limits_last else ui.banner(report.limits),
         *(
             memory_cards.draw_cards(view)[:1]
             if has_no_step_time
-            else [tiles(report_text.figures_of_merit(report))]
+            else [ui.tiles(report_text.figures_of_merit(report))]
         ),
         *(_cards_without_trace(view, report) if has_no_step_time else ()),
-        card(bar.heading, draw_bar(bar, _segment_links(view, bar)), tools=png_button("step"))
+        ui.card(
+            bar.heading, ui.draw_bar(bar, _segment_links(view, bar)), tools=ui.png_button("step")
+        )
         if bar is not None
         else None,
-        *map(draw_block, inference.sections(report)),
+        *map(ui.draw_block, inference.sections(report)),
         _fix_sequence_card(view),
         None if has_no_step_time else _top_findings_card(view, report),
         *counter_command_sections(report),
         _checks_section(report),
-        banner(report.limits, cls="banner plain-note") if limits_last else None,
+        ui.banner(report.limits, cls="banner plain-note") if limits_last else None,
     )
 
 
@@ -75,7 +63,7 @@ def _shows_limits_last(report: Report) -> bool:
 def _cards_without_trace(view: PageView, report: Report) -> list[Any]:
     """Build the cards of a report without a trace, which has only counters, logs or dumps."""
     sections = map(
-        draw_section,
+        ui.draw_section,
         [
             *auxiliary_sections.kernel_tables(report),
             *auxiliary_sections.build_profiler_advice(report),
@@ -112,25 +100,25 @@ def _timeline_around(view: PageView, start: int, end: int) -> str:
 def _heading(view: PageView, report: Report) -> Any:
     """Build the heading: status, verdict, first fix and scope."""
     lines = {
-        label: element("Span", element("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
+        label: ui.element("Span", ui.element("B", ", ".join(parts[:1])), " ", " · ".join(parts[1:]))
         for label, parts in report_text.describe_scope(report)
     }
     # one step time is shown; those of the whole run and of its window are folded
     run_lines = [lines.pop(label) for label in ("run", "window") if "window" in lines]
     risks = report.risks if report.scope.has_no_step_time else []  # memory risks of a snapshot
     first_fix = next(iter((*finding_text.ranked_findings(report), *risks)), None)
-    return element(
+    return ui.element(
         "Div",
-        element(
+        ui.element(
             "Span",
             report_text.describe_status(report),
             cls=f"pill {report_text.status_class(report)}",
         ),
-        *verdict_heading(report.verdict),
-        element(
+        *ui.verdict_heading(report.verdict),
+        ui.element(
             "P",
-            element("B", "First fix: "),
-            link(
+            ui.element("B", "First fix: "),
+            ui.link(
                 t.first_sentence(first_fix.fix),
                 href=f"{view.href('/findings')}#{anchor(first_fix)}",
                 id={"fix_link": "first-fix"},
@@ -139,8 +127,8 @@ def _heading(view: PageView, report: Report) -> Any:
         )
         if first_fix is not None
         else None,
-        element("Div", *lines.values(), cls="scope"),
-        expander("The run and its profiled window", element("Div", *run_lines, cls="scope"))
+        ui.element("Div", *lines.values(), cls="scope"),
+        ui.expander("The run and its profiled window", ui.element("Div", *run_lines, cls="scope"))
         if run_lines
         else None,
         cls="page-head",
@@ -178,11 +166,11 @@ def _fix_sequence_card(view: PageView) -> Any:
             else title
         )
         rows.append(
-            element(
+            ui.element(
                 "Li",
-                element("Span", label, cls="what", title=title),
+                ui.element("Span", label, cls="what", title=title),
                 *(
-                    element("Span", cell, id={"stage": stage.number, "part": part}, cls=part)
+                    ui.element("Span", cell, id={"stage": stage.number, "part": part}, cls=part)
                     for part, cell in _row_cells(
                         sequence, stage, is_kept=_is_kept(stage, kept_fixes)
                     ).items()
@@ -190,12 +178,12 @@ def _fix_sequence_card(view: PageView) -> Any:
                 cls="fix-row",
             )
         )
-    return card(
+    return ui.card(
         f"{sequence.per.capitalize()} time after each fix",
-        element("Ol", *rows, cls="fix-rows"),
-        element("P", outlook, id=OUTLOOK_ID, cls="note-line", role="status"),
+        ui.element("Ol", *rows, cls="fix-rows"),
+        ui.element("P", outlook, id=OUTLOOK_ID, cls="note-line", role="status"),
         aside="each row adds one fix to those above; untick a fix to leave it out",
-        tools=png_button("gains"),
+        tools=ui.png_button("gains"),
     )
 
 
@@ -226,10 +214,10 @@ def _row_cells(sequence: FixSequence, stage: StepAfterFix, *, is_kept: bool) -> 
     saved_start = left_width if is_kept else f"{max(0.0, stage.left_share - stage.saved_share):.4%}"
     gain = f"{sequence.bound_prefix}−{stage.saved}" if stage.saved else ""
     gain = gain if is_kept or not gain else f"({gain})"
-    bar = element(
+    bar = ui.element(
         "Span",
-        element("Span", cls="left", style={"width": left_width}),
-        element(
+        ui.element("Span", cls="left", style={"width": left_width}),
+        ui.element(
             "Span",
             cls="saved",
             style={"left": saved_start, "width": saved_width if is_kept else "0%"},
@@ -237,8 +225,8 @@ def _row_cells(sequence: FixSequence, stage: StepAfterFix, *, is_kept: bool) -> 
         cls="bars",
         aria_hidden="true",
     )
-    figures = element(
-        "Span", stage.left, element("Span", gain, cls="gain" if is_kept else "gain out")
+    figures = ui.element(
+        "Span", stage.left, ui.element("Span", gain, cls="gain" if is_kept else "gain out")
     )
     return {"after-bar": bar, "after-figures": figures}
 
@@ -297,27 +285,27 @@ def finding_line(view: PageView, finding: Finding) -> Any:
     order_reasons = finding_text.order_parts(finding, view.loaded.report)
     amount: Any = None
     if impact is not None and impact.gain_ns is not None:
-        amount = element(
+        amount = ui.element(
             "Span",
             t.format_saving(impact),
-            element("Small", _describe_share(impact)),
+            ui.element("Small", _describe_share(impact)),
             cls="saving uncertain" if impact.unit == "run" else "saving",
         )
     elif impact is not None and impact.freed_bytes:
-        amount = element("Span", t.format_gain(finding), cls="saving")
-    return element(
+        amount = ui.element("Span", t.format_gain(finding), cls="saving")
+    return ui.element(
         "Li",
-        element("Span", str(finding.priority or "∙"), cls="rank"),
-        link(
+        ui.element("Span", str(finding.priority or "∙"), cls="rank"),
+        ui.link(
             labels.clean(finding.title),
             href=f"{view.href('/findings')}#{anchor(finding)}",
             cls="title",
             id={"fix_link": anchor(finding)},
         ),
         amount,
-        element("Span", t.first_sentence(finding.fix), cls="fix"),
+        ui.element("Span", t.first_sentence(finding.fix), cls="fix"),
         *(
-            element("Span", labels.clean(line), cls="where")
+            ui.element("Span", labels.clean(line), cls="where")
             for line in (*places, *(t.upper_first(reason) for reason in order_reasons))
         ),
     )
@@ -343,11 +331,11 @@ def _top_findings_card(view: PageView, report: Report) -> Any:
     if not listed:
         return None
     unlisted = len(ranked) - MAX_LISTED_FINDINGS
-    return card(
+    return ui.card(
         "What to fix first" if ranked else "Memory and risks",
-        element("Ol", *(finding_line(view, finding) for finding in listed), cls="lines"),
+        ui.element("Ol", *(finding_line(view, finding) for finding in listed), cls="lines"),
         aside="each gain is of that fix alone" if len(ranked) > 1 and not has_no_step_time else "",
-        tools=link(
+        tools=ui.link(
             f"All {len(ranked)}" if unlisted > 0 else "Details",
             href=view.href("/findings"),
             id={"fix_link": "details"},
@@ -360,18 +348,18 @@ def counter_command_sections(report: Report) -> list[Any]:
 
     Otherwise the Kernels page has it."""
     ranked = finding_text.ranked_findings(report)
-    return [] if ranked else [*map(draw_section, auxiliary_sections.counter_command(report))]
+    return [] if ranked else [*map(ui.draw_section, auxiliary_sections.counter_command(report))]
 
 
 def _checks_section(report: Report) -> Any:
     """Build the section of passed and skipped checks, or ``None`` without any."""
-    cards = [draw_section(section) for section in checks(report)]
+    cards = [ui.draw_section(section) for section in checks(report)]
     if not cards:
         return None
     definitions = report_text.define_gains(report)
-    return element(
+    return ui.element(
         "Div",
-        element("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],
-        remark(" ".join(definitions)),
+        ui.element("Div", *cards, cls="pair") if len(cards) > 1 else cards[0],
+        ui.remark(" ".join(definitions)),
         cls="stack",
     )

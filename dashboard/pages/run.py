@@ -8,18 +8,8 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.gpus import lookup
 from advisor.core.run_directory import Manifest, RankRecord
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view
-from advisor.dashboard.components import (
-    card,
-    element,
-    empty_state,
-    fact_list,
-    page,
-    page_heading,
-    rank_selector,
-    table,
-    tiles,
-)
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
 from advisor.measure import Analysis
@@ -38,12 +28,12 @@ def layout(**query: object) -> Any:
     view = page_view.view(**query)
     a = view.analysis
     record = a.record
-    heading = page_heading("Run", labels.clean(view.entry.path), rank_selector(view, "/run"))
+    heading = ui.page_heading("Run", labels.clean(view.entry.path), ui.rank_selector(view, "/run"))
     recording = view.loaded.run.recording
     manifest = recording.manifest if recording is not None else None
     if record is None:
-        return page(heading, _no_record_notice(), _trace_card(a))
-    return page(
+        return ui.page(heading, _no_record_notice(), _trace_card(a))
+    return ui.page(
         heading,
         _metric_tiles(view),
         steps_card(a.recorded) if a.recorded is not None and a.recorded.steps else None,
@@ -52,9 +42,9 @@ def layout(**query: object) -> Any:
         _event_card(record),
         _hot_line_card(view) if view.rank is None else None,
         _loader_card(a),
-        element(
+        ui.element(
             "Div",
-            element("Div", _environment_card(manifest, record), _trace_card(a), cls="stack"),
+            ui.element("Div", _environment_card(manifest, record), _trace_card(a), cls="stack"),
             _flag_card(record),
             cls="pair wide-first",
         ),
@@ -63,7 +53,7 @@ def layout(**query: object) -> Any:
 
 def _no_record_notice() -> Any:
     """Build the notice that the run has no record."""
-    return empty_state(
+    return ui.empty_state(
         "No run record",
         "Only a profiler trace was recorded. Steps outside its window, phases, GPU clocks, power, "
         "temperature, flags and loader settings are unknown.",
@@ -81,7 +71,7 @@ def _metric_tiles(view: PageView) -> Any:
     step = view.loaded.report.step
     use = "analysed" if step is None else f"in the {step.statistic}"
     ended = labels.clean(recorded.ended) if recorded.ended else "killed or still running"
-    return tiles(
+    return ui.tiles(
         [
             (
                 "Steps",
@@ -141,13 +131,15 @@ def _environment_card(manifest: Manifest | None, record: RankRecord) -> Any:
     rows: list[tuple[str, Any]] = []
     if manifest is not None:
         if manifest.command:
-            rows.append(("command", element("Code", labels.clean(" ".join(manifest.command)))))
+            rows.append(("command", ui.element("Code", labels.clean(" ".join(manifest.command)))))
         if manifest.git_commit:
             dirty_note = ", with uncommitted changes" if manifest.git_dirty else ""
             rows.append(
                 (
                     "commit",
-                    element("Span", element("Code", labels.clean(manifest.git_commit)), dirty_note),
+                    ui.element(
+                        "Span", ui.element("Code", labels.clean(manifest.git_commit)), dirty_note
+                    ),
                 )
             )
         rows += _rows_with_values(("ranks", manifest.world_size, t.format_count))
@@ -166,7 +158,7 @@ def _environment_card(manifest: Manifest | None, record: RankRecord) -> Any:
     )
     versions = {} if manifest is None else manifest.versions
     rows += [(labels.clean(name), labels.clean(value)) for name, value in sorted(versions.items())]
-    return card("Environment", fact_list(rows)) if rows else None
+    return ui.card("Environment", ui.fact_list(rows)) if rows else None
 
 
 def _rows_with_values(*rows: tuple[str, Any, Callable[[Any], str]]) -> list[tuple[str, Any]]:
@@ -178,18 +170,18 @@ def _flag_card(record: RankRecord) -> Any:
     """Build the card of PyTorch flags, environment variables and limits."""
     rank = record.rank
     rows = [
-        (element("Code", labels.clean(name)), _format_value(value))
+        (ui.element("Code", labels.clean(name)), _format_value(value))
         for name, value in sorted(rank.flags.items())
     ]
     rows += [
-        (element("Code", labels.clean(name)), element("Code", labels.clean(value)))
+        (ui.element("Code", labels.clean(name)), ui.element("Code", labels.clean(value)))
         for name, value in sorted(rank.env.items())
     ]
     rows += [
-        (element("Code", f"ulimit {labels.clean(name)}"), t.format_count(value))
+        (ui.element("Code", f"ulimit {labels.clean(name)}"), t.format_count(value))
         for name, value in sorted(rank.ulimits.items())
     ]
-    return card("Flags and variables", fact_list(rows)) if rows else None
+    return ui.card("Flags and variables", ui.fact_list(rows)) if rows else None
 
 
 def _format_value(value: object) -> str:
@@ -219,9 +211,9 @@ def _loader_card(a: Analysis) -> Any:
         [f"{number}", *(_format_value(loader.get(name)) for name in names)]
         for number, loader in enumerate(loaders[:20], start=1)
     ]
-    return card(
+    return ui.card(
         "Data loaders",
-        table(["Loader", *(name.replace("_", " ") for name in names)], rows, stacked=True),
+        ui.table(["Loader", *(name.replace("_", " ") for name in names)], rows, stacked=True),
         aside="loaders that fed training steps",
     )
 
@@ -241,23 +233,23 @@ def _event_card(record: RankRecord) -> Any:
         ]
     if not lines:
         return None
-    items = [element("Li", line) for line in lines[:MAX_WARNINGS]]
-    return card("Events", element("Ul", *items, cls="more"))
+    items = [ui.element("Li", line) for line in lines[:MAX_WARNINGS]]
+    return ui.card("Events", ui.element("Ul", *items, cls="more"))
 
 
 def _hot_line_card(view: PageView) -> Any:
     """Build the card of the hot lines that Scalene sampled."""
     hot_lines = view.loaded.report.hot_lines
     if not hot_lines:
-        return empty_state(
+        return ui.empty_state(
             "No Python lines",
             "Host time by line of Python was not sampled.",
             "Record with advisor record --scalene, which adds a separate pass.",
         )
     rows = [
         [
-            element("Code", f"{t.shorten_path(hot.file, 60)}:{hot.line}"),
-            element("Code", labels.shorten(labels.clean(hot.text), 80)),
+            ui.element("Code", f"{t.shorten_path(hot.file, 60)}:{hot.line}"),
+            ui.element("Code", labels.shorten(labels.clean(hot.text), 80)),
             t.format_share(hot.share),
             t.format_share(hot.python),
             t.format_share(hot.native),
@@ -265,9 +257,9 @@ def _hot_line_card(view: PageView) -> Any:
         ]
         for hot in hot_lines[:MAX_LINES]
     ]
-    return card(
+    return ui.card(
         "Hot Python lines",
-        table(
+        ui.table(
             ["Line", "", "CPU time", "Python", "Native", "System"],
             rows,
             number_columns=(2, 3, 4, 5),
@@ -315,7 +307,7 @@ def _trace_card(a: Analysis) -> Any:
         if memory_bytes is not None:
             parts.append(t.format_bytes(memory_bytes))
         rows.append((f"GPU {device.id}", " · ".join(parts)))
-    return card("Trace", fact_list(rows))
+    return ui.card("Trace", ui.fact_list(rows))
 
 
 def _format_recorded(value: bool | None) -> str:

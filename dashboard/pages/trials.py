@@ -7,16 +7,8 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
+from advisor.dashboard import components as ui
 from advisor.dashboard import page_view
-from advisor.dashboard.components import (
-    banner,
-    card,
-    draw_block,
-    empty_page,
-    page,
-    page_heading,
-    tiles,
-)
 from advisor.dashboard.page_view import PageView
 from advisor.render.documents.trial import build
 from advisor.tune.report import (
@@ -40,9 +32,9 @@ def layout(**query: object) -> Any:
     try:
         report = read_trials(view.entry.path)
     except (AdvisorError, OSError) as error:
-        return empty_page("Trials", "These trials cannot be read", labels.clean(str(error)))
+        return ui.empty_page("Trials", "These trials cannot be read", labels.clean(str(error)))
     if report is None:
-        return empty_page(
+        return ui.empty_page(
             "Trials",
             "No trials",
             "This page shows the measured gain of each fix and whether losses changed.",
@@ -56,10 +48,10 @@ def layout(**query: object) -> Any:
         if together is None
         else format_interval(together.gain_low, together.gain_high)
     )
-    return page(
-        page_heading("Trials", labels.clean(write_headline(report))),
-        banner([describe_losses(report)] if report.repeats is False else []),
-        tiles(
+    return ui.page(
+        ui.page_heading("Trials", labels.clean(write_headline(report))),
+        ui.banner([describe_losses(report)] if report.repeats is False else []),
+        ui.tiles(
             [
                 ("Step before", t.format_duration(report.step_ns), f"{report.steps} steps per run"),
                 (
@@ -72,8 +64,8 @@ def layout(**query: object) -> Any:
                 ("Saved", saved, "of the mean step, 95% confidence"),
             ]
         ),
-        *map(draw_block, blocks),
-        card("How it was measured", draw_block(method)),
+        *map(ui.draw_block, blocks),
+        ui.card("How it was measured", ui.draw_block(method)),
     )
 
 

@@ -117,7 +117,10 @@ def examine(
     analyses = choose_windows(run, options.window, options.steps)
     if options.rank in analyses:
         analyses = {options.rank: analyses[options.rank], **analyses}
-    _set_machine(analyses, options)
+    names = {number: host_of(a.trace.meta.path) for number, a in analyses.items()}
+    hosts = {number: name for number, name in names.items() if name} if len(names) > 1 else {}
+    for a in analyses.values():
+        a.machine = NodeLinks(options.node_size, options.node_bandwidth, hosts)
     main = next(iter(analyses))
     results = run_ranks(analyses, rules)
     summaries = summaries or [
@@ -230,14 +233,6 @@ def _add_other_ranks(
     return checked.with_findings_across_ranks(
         rank_rules(study, checked.rank, a, rules, used_estimator)
     ), used_estimator
-
-
-def _set_machine(analyses: dict[int, Analysis], options: Options) -> None:
-    """Set the nodes and network of each analysis, from the options and the file names."""
-    names = {number: host_of(a.trace.meta.path) for number, a in analyses.items()}
-    hosts = {number: name for number, name in names.items() if name} if len(names) > 1 else {}
-    for a in analyses.values():
-        a.machine = NodeLinks(options.node_size, options.node_bandwidth, hosts)
 
 
 def _build_mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:

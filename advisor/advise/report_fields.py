@@ -20,7 +20,7 @@ from advisor.advise.recording_limits import (
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES
-from advisor.core.intervals import covered_length, union
+from advisor.core.intervals import covered_length, intervals_of
 from advisor.core.prices import HOUR_NS, Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import FEW_RANKS, RankLine, Ranks, format_ranks
 from advisor.core.report import Input, Scope
@@ -290,9 +290,7 @@ def _list_sampled_functions(a: Analysis, cause: str) -> list[SampledFunction]:
     gaps = a.gaps.filter(pl.col("cause") == cause)
     times: dict[str, int] = {}
     for (thread,), thread_gaps in gaps.group_by("thread"):
-        idle = union(
-            thread_gaps["ts"].to_numpy(), (thread_gaps["ts"] + thread_gaps["dur"]).to_numpy()
-        )
+        idle = intervals_of(thread_gaps)
         thread_samples = samples.filter(pl.col("thread") == thread)
         inside = covered_length(
             thread_samples["ts"].to_numpy(), thread_samples["end"].to_numpy(), idle

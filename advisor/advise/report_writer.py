@@ -38,7 +38,7 @@ from advisor.advise.time_without_fix import find_time_without_fix
 from advisor.advise.verdict import MIN_LEADING_ONE_OFF_SHARE, write_verdict
 from advisor.core.auxiliary_inputs import CompileLog
 from advisor.core.finding import Limit
-from advisor.core.intervals import intersect, union
+from advisor.core.intervals import intersect, intervals_of
 from advisor.core.report import Crash, Report, RuleText
 from advisor.core.text import lower_first
 from advisor.measure.steps.named_intervals import GRAPH_BREAK_CAUSES, graph_breaks, remove_breaks
@@ -221,7 +221,7 @@ def build_compile_log(a: Analysis, estimator: GainEstimator) -> CompileLog | Non
     if explain_lost_records(a):
         return log
     gaps = a.gaps.filter(a.gaps["cause"].is_in(GRAPH_BREAK_CAUSES))
-    idle = union(gaps["ts"].to_numpy(), gaps["ts"].to_numpy() + gaps["dur"].to_numpy())
+    idle = intervals_of(gaps)
     breaks = []
     for index, each in enumerate(log.breaks):
         break_spans = graph_breaks(a, tuple(each.frames)) if each.frames else None

@@ -1,9 +1,12 @@
 """Interval arithmetic over columns. Intervals are half open, times int64 nanoseconds."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+if TYPE_CHECKING:
+    import polars as pl
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -44,6 +47,12 @@ def union(start: ArrayLike, end: ArrayLike) -> Intervals:
     np.greater(s[1:], e[:-1], out=first[1:])
     starts = np.flatnonzero(first)
     return Intervals(s[starts], e[np.append(starts[1:] - 1, len(s) - 1)])
+
+
+def intervals_of(events: "pl.DataFrame", rows: Any = slice(None)) -> Intervals:
+    """Return the instants covered by events (columns ``ts`` and ``dur``), or by some ``rows``."""
+    ts = events["ts"].to_numpy()[rows]
+    return union(ts, ts + events["dur"].to_numpy()[rows])
 
 
 def subtract(a: Intervals, b: Intervals) -> Intervals:

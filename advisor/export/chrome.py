@@ -17,7 +17,7 @@ from advisor.advise import finding_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding
-from advisor.core.intervals import EMPTY, Intervals, intersect, union, union_of
+from advisor.core.intervals import EMPTY, Intervals, intersect, intervals_of, union_of
 from advisor.core.report import Report
 from advisor.core.trace import COMMS_SCHEMA, Trace
 from advisor.export.redact import Redactor
@@ -326,7 +326,10 @@ def build_tracks(
     def text(value: str, width: int) -> str:
         return labels.shorten(labels.clean(clean(value)), width)
 
-    pid = _free_pid(a)
+    used = set(a.trace.threads["pid"].to_list())
+    pid = _FIRST_PID
+    while str(pid) in used:
+        pid += 1
     origin = a.trace.meta.start_ns - (whole_number((head or {}).get("baseTimeNanoseconds")) or 0)
     yield _encode_metadata("process_name", pid, 0, name="advisor")
     yield _encode_metadata("process_labels", pid, 0, labels=text(report.verdict, 200))
@@ -341,14 +344,6 @@ def build_tracks(
         yield _encode_metadata("thread_sort_index", pid, number + 1, sort_index=number)
         for item in slices:
             yield _encode_slice(item, pid, number + 1, origin, text)
-
-
-def _free_pid(a: Analysis) -> int:
-    used = set(a.trace.threads["pid"].to_list())
-    pid = _FIRST_PID
-    while str(pid) in used:
-        pid += 1
-    return pid
 
 
 def _encode_metadata(kind: str, pid: int, tid: int, **args: Any) -> bytes:
@@ -433,8 +428,7 @@ def _find_edited_intervals(a: Analysis, edit: Edit) -> Intervals:
         rows, frame = selected_gpu(a, select), a.trace.gpu
     else:
         rows, frame = selected_host(a, select), a.trace.cpu
-    ts = frame["ts"].to_numpy()[rows]
-    return union(ts, ts + frame["dur"].to_numpy()[rows])
+    return intervals_of(frame, rows)
 
 
 def _close_short_gaps(time: Intervals) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from advisor.compare.comparison import FindingChange
     from advisor.core.finding import Finding, Impact
     from advisor.core.report_kernels import OperatorRate
-    from advisor.core.rule import Evidence, Rule
+    from advisor.core.rule import Rule
     from advisor.core.trace import Run
     from advisor.mcp.answers import AllowedFolders
     from advisor.replay.project.project import Projection, TargetGpu
@@ -384,12 +384,6 @@ def _build_gpu_step(projection: Projection) -> GpuStep:
     )
 
 
-def _format_place(finding: Finding) -> str:
-    return answers.bound_name(
-        " · ".join(t.location_names(finding.where[0])) if finding.where else ""
-    )
-
-
 def _build_finding_line(key: str, f: Finding) -> FindingLine:
     impact = f.impact
     timed = impact is not None and impact.currency in ("step_time", "run_time")
@@ -400,7 +394,12 @@ def _build_finding_line(key: str, f: Finding) -> FindingLine:
         currency=None if impact is None else impact.currency,
         **_gain_fields(impact if timed else None),
         share_of_step=None if impact is None else impact.share,
-        from_trace={"title": answers.bound_name(f.title), "place": _format_place(f)},
+        from_trace={
+            "title": answers.bound_name(f.title),
+            "place": answers.bound_name(
+                " · ".join(t.location_names(f.where[0])) if f.where else ""
+            ),
+        },
     )
 
 
@@ -429,8 +428,12 @@ def _build_full_finding(key: str, f: Finding) -> FindingFull:
             "evidence": [
                 {
                     "label": answers.bound_name(t.evidence_label(e)),
-                    "value": _format_value(e),
-                    "limit": _format_limit(e),
+                    "value": answers.bound_name(t.format_value(e.value, e.unit)),
+                    "limit": (
+                        None
+                        if e.threshold is None
+                        else answers.bound_name(t.format_value(e.threshold, e.unit))
+                    ),
                 }
                 for e in f.evidence[: answers.MAX_EVIDENCE]
             ],
@@ -440,18 +443,6 @@ def _build_full_finding(key: str, f: Finding) -> FindingFull:
             ],
             "edits": _write_edits(f),
         },
-    )
-
-
-def _format_value(evidence: Evidence) -> str:
-    return answers.bound_name(t.format_value(evidence.value, evidence.unit))
-
-
-def _format_limit(evidence: Evidence) -> str | None:
-    return (
-        None
-        if evidence.threshold is None
-        else answers.bound_name(t.format_value(evidence.threshold, evidence.unit))
     )
 
 

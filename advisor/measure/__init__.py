@@ -12,7 +12,7 @@ import polars as pl
 from advisor.core.auxiliary_inputs import AUXILIARY_INPUTS, SNAPSHOT
 from advisor.core.finding import unit_of
 from advisor.core.gpus import find_gpu, lookup
-from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.intervals import Intervals, covered_length, intersect, intervals_of
 from advisor.core.rule import Per
 from advisor.measure.comm.comms import find_collectives
 from advisor.measure.comm.flight_recorder import compare_dumps
@@ -336,9 +336,7 @@ class Analysis:
 
     def device_busy(self, rows: NDArray[np.bool_]) -> Intervals:
         """Return the union of the selected rows of ``trace.gpu``, clipped to ``spans``."""
-        gpu = self.trace.gpu
-        ts = gpu["ts"].to_numpy()[rows]
-        return intersect(union(ts, ts + gpu["dur"].to_numpy()[rows]), self.spans)
+        return intersect(intervals_of(self.trace.gpu, rows), self.spans)
 
     @_Measurement
     def own_busy_share(self) -> float | None:

@@ -84,7 +84,8 @@ def with_memory(run: Run, options: ReadOptions | None) -> Run:
     Raises AdvisorError if the requested snapshot cannot be read."""
     options = options or ReadOptions()
     if options.memory_snapshot is not None:
-        rank = _find_first_rank(run)
+        ranks = run.ranks or (sorted(run.recording.ranks) if run.recording is not None else [])
+        rank = ranks[0] if ranks else -1
         return replace(run, snapshots={rank: _read_snapshot_file(options.memory_snapshot, options)})
     if run.recording is None:
         return run
@@ -131,11 +132,6 @@ def join_snapshots(
                 )
             snapshots[rank] = trace
     return plain, snapshots
-
-
-def _find_first_rank(run: Run) -> int:
-    ranks = run.ranks or (sorted(run.recording.ranks) if run.recording is not None else [])
-    return ranks[0] if ranks else -1
 
 
 def _read_snapshot_file(path: str, options: ReadOptions) -> MemorySnapshot:

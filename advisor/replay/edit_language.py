@@ -122,7 +122,7 @@ def parse_edit(line: str) -> Edit:
     if under:
         if target == "sync" and pattern:
             raise wrong("sync:PATTERN already says what the call is under")
-        select = _limit_under(select, under[0])
+        select = replace(select, under=under[0])
     select = _narrow(select, qualifiers, wrong)
     if select.at == "loop" and select.on != "host":
         raise wrong("at:loop is for host events")
@@ -288,10 +288,6 @@ _ALLOWED_VALUES: dict[str, tuple[str, ...]] = {
     "call": CALLS,
     "at": tuple(name for name in get_args(Instants) if name),
 }
-
-
-def _limit_under(select: Select, pattern: str) -> Select:
-    return replace(select, under=pattern)
 
 
 def _build_edit(

@@ -11,7 +11,14 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Edit
-from advisor.core.intervals import EMPTY, Intervals, covered_length, subtract, union, union_of
+from advisor.core.intervals import (
+    EMPTY,
+    Intervals,
+    covered_length,
+    intervals_of,
+    subtract,
+    union_of,
+)
 from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.overlap import move_to_streams
@@ -299,7 +306,7 @@ def _computed_share(edits: GraphEdits, loaded: Array, share: float) -> float:
     at_work = 0
     for owner in np.unique(thread):
         operators = cpu.filter((pl.col("thread") == int(owner)) & (pl.col("kind") == "op"))
-        busy = union(operators["ts"].to_numpy(), (operators["ts"] + operators["dur"]).to_numpy())
+        busy = intervals_of(operators)
         at_work += int(covered_length(start, end, busy)[thread == owner].sum())
     return at_work / max(1, int((end - start).sum()))
 

@@ -20,6 +20,7 @@ from advisor.core.intervals import (
     Intervals,
     covered_length,
     intersect,
+    intervals_of,
     subtract,
     union,
     union_of,
@@ -91,9 +92,8 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
         return SelectedWork(0.0, 0.0, _launching_gaps(a).astype(float))
     mask = selected_gpu(a, select)
     is_own = selected_gpu(a, select, anywhere=True) & _find_work_of_steps(a)
-    ts, dur = (a.trace.gpu[name].to_numpy()[is_own] for name in ("ts", "dur"))
     # a device that is behind runs the work of these steps after them
-    work = float(max(a.device_busy(mask).total, union(ts, ts + dur).total))
+    work = float(max(a.device_busy(mask).total, intervals_of(a.trace.gpu, is_own).total))
     mask = is_own if is_own.sum() > mask.sum() else mask
     layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
     layer_ns = float(_selected_time(a, layer).total) if layer is not None else 0.0
@@ -140,9 +140,7 @@ def _find_work_of_steps(a: Analysis) -> Bools:
 
 
 def _host_time(a: Analysis, mask: Bools) -> Intervals:
-    cpu = a.trace.cpu
-    ts = cpu["ts"].to_numpy()[mask]
-    return intersect(union(ts, ts + cpu["dur"].to_numpy()[mask]), a.spans)
+    return intersect(intervals_of(a.trace.cpu, mask), a.spans)
 
 
 def _selected_time(a: Analysis, select: Select) -> Intervals:
@@ -289,9 +287,7 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
             return result
         return union_of(result, intersect(_selected_time(a, layer), a.breakdown.idle))
     if select.on == "gap":
-        rows = selected_gaps(a, select)
-        ts = a.gaps["ts"].to_numpy()[rows]
-        result = union(ts, ts + a.gaps["dur"].to_numpy()[rows])
+        result = intervals_of(a.gaps, selected_gaps(a, select))
         return intersect(result, select_instants(a, select)) if select.at else result
     if edit.op == "make_async":
         return _find_bubbles(a, selected_host(a, select))
@@ -330,8 +326,7 @@ def _gaps_in_merged(a: Analysis, select: Select) -> Intervals:
         .with_columns(before)
         .filter(pl.col("chosen") & pl.col("last_chosen") & (pl.col("last_step") == pl.col("step")))
     )
-    gaps = a.gaps.filter(pl.col("cause").is_in(LAUNCH_CAUSES))
-    launching = union(gaps["ts"].to_numpy(), (gaps["ts"] + gaps["dur"]).to_numpy())
+    launching = intervals_of(a.gaps.filter(pl.col("cause").is_in(LAUNCH_CAUSES)))
     return intersect(union(merged["last_end"].to_numpy(), merged["ts"].to_numpy()), launching)
 
 

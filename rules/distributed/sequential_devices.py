@@ -79,7 +79,11 @@ class SequentialDevices(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        busy = _busy_by_device(a)
+        device = a.trace.gpu["device"]
+        busy = {
+            int(number): a.device_busy((device == number).fill_null(False).to_numpy())
+            for number in device.drop_nulls().unique().sort()
+        }
         total = sum(intervals.total for intervals in busy.values())
         busy = {d: i for d, i in busy.items() if i.total >= self.min_device_share * total}
         if a.device_id is None or len(busy) < 2 or a.device_id not in busy:
@@ -132,15 +136,6 @@ class SequentialDevices(Rule):
             "both at once": (_build_trace(is_split=False), "shared > self.max_shared"),
             "one device": (_build_trace(is_split=True, second_us=0), "len(busy) < 2"),
         }
-
-
-def _busy_by_device(a: Analysis) -> dict[int, Intervals]:
-    """Return when each device is busy in the steps."""
-    device = a.trace.gpu["device"]
-    return {
-        int(number): a.device_busy((device == number).fill_null(False).to_numpy())
-        for number in device.drop_nulls().unique().sort()
-    }
 
 
 def _find_crossing_operators(a: Analysis) -> NDArray[np.int64]:

@@ -6,7 +6,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core import labels
 from advisor.core import text as t
@@ -126,7 +125,9 @@ class PeriodicStalls(SavingRule):
         median = float(np.median(dur))
         is_long = dur > longest_usual_step(dur, self.min_factor, self.min_deviations)
         for cause, pattern in SAVING_AND_LOGGING.items():
-            rows = self._find_rows(a, pattern, main)
+            cpu = a.trace.cpu
+            on_thread = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == main)
+            rows = np.flatnonzero((on_thread & name_matches(cpu["name"], pattern)).to_numpy())
             if not len(rows):
                 continue
             ts = a.trace.cpu["ts"].to_numpy()[rows]
@@ -165,12 +166,6 @@ class PeriodicStalls(SavingRule):
                 ),
                 **(self.case("saving") if cause.startswith("a checkpoint") else {}),
             )
-
-    @staticmethod
-    def _find_rows(a: Analysis, pattern: str, thread: int) -> NDArray[np.int64]:
-        cpu = a.trace.cpu
-        on_thread = cpu["kind"].is_in(["python", "annotation"]) & (cpu["thread"] == thread)
-        return np.flatnonzero((on_thread & name_matches(cpu["name"], pattern)).to_numpy())
 
     @staticmethod
     def examples() -> Examples:

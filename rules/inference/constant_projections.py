@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
-from advisor.core.intervals import union
+from advisor.core.intervals import intervals_of, union
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import MatrixProduct, parse_product
@@ -218,8 +218,7 @@ class ConstantProjections(Rule):
         cpu = a.trace.cpu
         pattern = exact_pattern(cpu["name"].gather(rows).cast(pl.String).unique())
         all_rows = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], pattern).to_numpy()))
-        ts, dur = (cpu[name].to_numpy()[all_rows] for name in ("ts", "dur"))
-        spans = union(ts, ts + dur)
+        spans = intervals_of(cpu, all_rows)
         shares = {"host": int(cpu["dur"].to_numpy()[rows].sum()) / spans.total}
         if a.device_id is not None:
             shares["gpu"] = ns / max(1, work_launched_in(a, spans))

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Edit, Finding, Impact, Location, Outcomes, Select
-from advisor.core.intervals import union
+from advisor.core.intervals import intervals_of
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
@@ -199,9 +199,8 @@ def _find_logit_work(a: Analysis, min_classes: int) -> LogitWork | None:
         return op in PRODUCTS or any(2 * int(np.prod(shape)) >= size for shape in wide_shapes)
 
     logit_rows = [row for row, op, index in table.iter_rows() if makes_logits(op, index)]
-    ts, dur = (cpu[column].gather(logit_rows).to_numpy() for column in ("ts", "dur"))
-    positions = size // vocabulary
-    return LogitWork(np.array(logit_rows), vocabulary, positions, int(union(ts, ts + dur).total))
+    positions, ns = size // vocabulary, intervals_of(cpu, logit_rows).total
+    return LogitWork(np.array(logit_rows), vocabulary, positions, ns)
 
 
 def _find_products(a: Analysis, work: LogitWork) -> list[Location]:

@@ -91,7 +91,12 @@ class LongFilter(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
-        filters = self._find_filters(a)
+        table = outermost_in_steps(a).filter(pl.col("name") == CONVOLUTION).drop_nulls("inputs")
+        filters: dict[int, Filter] = {}
+        for row, inputs in table.select("row", "inputs").iter_rows():
+            found = _parse_filter(inputs_at(a, inputs))
+            if found is not None and found.taps >= self.min_taps:
+                filters[row] = found
         if not filters:
             return
         forward_rows = np.array(sorted(filters))
@@ -119,16 +124,6 @@ class LongFilter(Rule):
             where=costliest_places(a, forward_rows),
             edits=[scale_operators(a, rows, saved)],
         )
-
-    def _find_filters(self, a: Analysis) -> dict[int, Filter]:
-        """Return the calls with long filters of their own for each channel, by row."""
-        table = outermost_in_steps(a).filter(pl.col("name") == CONVOLUTION).drop_nulls("inputs")
-        result: dict[int, Filter] = {}
-        for row, inputs in table.select("row", "inputs").iter_rows():
-            found = _parse_filter(inputs_at(a, inputs))
-            if found is not None and found.taps >= self.min_taps:
-                result[row] = found
-        return result
 
     def _estimate_transforms(
         self, a: Analysis, filters: list[Filter], passes: float

@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Location, Outcomes, PassedCheck, Select
-from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.intervals import covered_length, intersect, intervals_of, union
 from advisor.core.memory_changes import EXPANDABLE
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
@@ -357,8 +357,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             return
         is_pin = name_matches(cpu["name"], PIN_OPERATORS) & (cpu["thread"] == main)
         rows = rows_in_steps(a, np.flatnonzero(is_pin.fill_null(False).to_numpy()))
-        ts, dur = cpu["ts"].to_numpy()[rows], cpu["dur"].to_numpy()[rows]
-        pinning = union(ts, ts + dur)
+        pinning = intervals_of(cpu, rows)
         used = a.steps.used
         by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), pinning)
         share = pinning.total / a.span_ns
@@ -379,7 +378,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
                     "steps with pin_memory()", int((by_step > 0).sum()), "min_steps", "count"
                 ),
             ],
-            where=costliest_places(a, rows, dur, top=1),
+            where=costliest_places(a, rows, top=1),
             edits=[
                 scale_edit(
                     Select(on="host", kind=("op",), name=PIN_OPERATORS),

@@ -7,7 +7,7 @@ import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Location, Outcomes, PassedCheck, Select
-from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.intervals import covered_length, intersect, intervals_of
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.embedding_tables import find_tables
@@ -221,8 +221,7 @@ class SingleTensorOptimizer(Rule):
             return
         where, optimizer, _ = self._locate_step(a)
         steps = a.trace.cpu.filter(name_matches(a.trace.cpu["name"], OPTIMIZER_STEP))
-        ts = steps["ts"].to_numpy()
-        ns = intersect(union(ts, ts + steps["dur"].to_numpy()), a.spans).total
+        ns = intersect(intervals_of(steps), a.spans).total
         long_share = float(durations[durations > self.max_median_ns].sum()) / max(ns, 1)
         if optimizer not in FUSED_ON_HOST or ns < self.min_host_share * a.span_ns:
             return

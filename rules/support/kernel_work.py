@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Operation, PassedCheck, Select, SkippedCheck
-from advisor.core.intervals import union
+from advisor.core.intervals import intervals_of
 from advisor.core.rule import Factor, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_product
@@ -284,8 +284,7 @@ def exact_pattern(names: Iterable[str]) -> str:
 def time_of_operators(a: Analysis, rows: Rows) -> int:
     """Return the time of operators, rows of ``trace.cpu``, ns: of the work they launch on the
     device, or their own on the host."""
-    ts, dur = (a.trace.cpu[name].to_numpy()[rows] for name in ("ts", "dur"))
-    intervals = union(ts, ts + dur)
+    intervals = intervals_of(a.trace.cpu, rows)
     return int(intervals.total) if a.device_id is None else work_launched_in(a, intervals)
 
 

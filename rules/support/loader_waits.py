@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, Location, Select, SkippedCheck
-from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.intervals import covered_length, intersect, intervals_of, union
 from advisor.core.rule import Evidence, Factor, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.library_time import stacks_under
@@ -82,8 +82,7 @@ def find_waits(a: Analysis, pattern: str) -> LoaderWaits | None:
     if a.device_id is not None:
         gaps = a.gaps.filter(pl.col("cause") == "loader")
         blamed = np.isin(row_numbers(gaps["host"]), ranges)
-        start = gaps["ts"].to_numpy()[blamed]
-        exposed = intersect(union(start, start + gaps["dur"].to_numpy()[blamed]), a.spans)
+        exposed = intersect(intervals_of(gaps, blamed), a.spans)
     used = a.steps.used
     by_step = covered_length(used["ts"].to_numpy(), used["end"].to_numpy(), exposed)
     return LoaderWaits(ranges, wait.total, exposed.total, covered_length(ts, end, exposed), by_step)

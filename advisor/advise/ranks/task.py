@@ -164,18 +164,13 @@ def summarize_file(
     options = options or Options()
     config = read_config() if options.config is None else options.config
     opened = open_run(
-        path, options.read, rank=_get_run_rank(path, rank), window=options.window_to_read
+        path, options.read, rank=rank if is_run(path) else None, window=options.window_to_read
     )
     run = select_rank(opened, path, rank)
     number, a = next(iter(choose_windows(run, options.window, options.steps).items()))
     findings = run_rules(number, a, load_rules(options.rules_folder, config)).findings
     known_rank = number if rank is None else rank
     return summarize_rank(a, known_rank, findings, path, memory_of_rank(a, known_rank))
-
-
-def _get_run_rank(path: str, rank: int | None) -> int | None:
-    """Return the rank to read from a run directory, which contains all, or ``None`` for a file."""
-    return rank if is_run(path) else None
 
 
 def select_rank(run: Run, path: str, rank: int | None) -> Run:

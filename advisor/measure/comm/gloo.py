@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
+from advisor.core.intervals import EMPTY, Intervals, intersect, intervals_of, subtract
 from advisor.measure.comm.messages import bytes_of, collective_facts, kind_of
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import climb_stack, nullable_rows, parent_rows
@@ -74,8 +74,7 @@ def host_work(a: Analysis) -> Intervals:
     that start a collective or wait for one are left out, with their children."""
     cpu = a.trace.cpu
     rows = ((cpu["kind"] == "op") & ~name_matches(cpu["name"], COLLECTIVE_WAITS)).to_numpy()
-    ts = cpu["ts"].to_numpy()[rows]
-    return intersect(union(ts, ts + cpu["dur"].to_numpy()[rows]), a.spans)
+    return intersect(intervals_of(cpu, rows), a.spans)
 
 
 def time_on_host(a: Analysis, table: pl.DataFrame | None = None) -> tuple[Intervals, Intervals]:
@@ -85,8 +84,7 @@ def time_on_host(a: Analysis, table: pl.DataFrame | None = None) -> tuple[Interv
         if not has_host_collectives(a):
             return EMPTY, EMPTY
         table = list_on_host(a)
-    ts = table["ts"].to_numpy()
-    all_time = intersect(union(ts, ts + table["dur"].to_numpy()), a.spans)
+    all_time = intersect(intervals_of(table), a.spans)
     return all_time, subtract(all_time, host_work(a))
 
 

@@ -83,7 +83,7 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     family[(gpu["kind"] == "memcpy").to_numpy() & ~communication] = CODE["copy"]
     family[(gpu["kind"] == "memset").to_numpy() & ~communication] = CODE["memset"]
 
-    op_name = _find_op_names(trace, launches)
+    op_name = trace.cpu["name"].gather(_to_row_series(_responsible_rows(launches))).alias("op_name")
     op_row = _to_row_series(np.where(cost_op >= 0, cost_op, _responsible_rows(launches)))
     family[_find_other_lookups(trace, family, op_name, op_row)] = CODE["indexing"]
 
@@ -312,10 +312,6 @@ def _responsible_rows(launches: Launches) -> Rows:
 
 def _to_row_series(rows: Rows) -> pl.Series:
     return pl.Series(rows, dtype=pl.Int64).set(pl.Series(rows < 0), None)
-
-
-def _find_op_names(trace: Trace, launches: Launches) -> pl.Series:
-    return trace.cpu["name"].gather(_to_row_series(_responsible_rows(launches))).alias("op_name")
 
 
 def _to_enum(codes: Codes, dtype: pl.Enum) -> pl.Series:

@@ -14,6 +14,7 @@ from advisor.core.intervals import (
     Intervals,
     covered_length,
     intersect,
+    intervals_of,
     subtract,
     union,
     union_of,
@@ -158,14 +159,6 @@ def _find_next_launches(a: Analysis, reads: _Reads) -> _NextLaunches:
     return _NextLaunches(start, end, launch)
 
 
-def _find_loading(a: Analysis) -> Intervals:
-    """Return the host's waits for the next batch."""
-    cpu = a.trace.cpu
-    rows = name_matches(cpu["name"], LOADER).to_numpy()
-    ts = cpu["ts"].to_numpy()[rows]
-    return union(ts, ts + cpu["dur"].to_numpy()[rows])
-
-
 def find_time_after_reads(a: Analysis) -> Intervals:
     """Find host time from the end of a read of data to the next launch, without waits for the next
     batch. The host works on the data and launches nothing meanwhile. Round trips are excluded."""
@@ -177,7 +170,7 @@ def find_time_after_reads(a: Analysis) -> Intervals:
     if not len(reads.top):
         return EMPTY
     start, end, _ = _find_next_launches(a, reads)
-    loading = _find_loading(a)
+    loading = intervals_of(a.trace.cpu, name_matches(a.trace.cpu["name"], LOADER).to_numpy())
     is_work = end - start - covered_length(start, end, loading) >= MIN_WORK_NS
     excluded = union_of(loading, a.trip_intervals)
     return intersect(subtract(union(start[is_work], end[is_work]), excluded), a.spans)

@@ -132,7 +132,8 @@ def idle_gaps(a: Analysis) -> pl.DataFrame:
             "cause": pl.Series(CAUSES, dtype=Cause).gather(blame.cause[first]),
             "thread": nullable_rows(blame.thread[first]),
             "host": nullable_rows(host),
-            "line": nullable_rows(_find_user_frames(a, host)),
+            # row -1 selects the last entry, which means no event
+            "line": nullable_rows(np.append(a.user_frame, np.int32(-1))[host]),
             "next": nullable_rows(ended_by[interval]),
             "gap": gap[interval],
         },
@@ -377,11 +378,6 @@ def _find_next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
     position = np.searchsorted(ts, end, side="left")
     index = np.minimum(position, len(rows) - 1)
     return np.where(position < len(rows), rows[index], -1) if len(rows) else np.full(len(end), -1)
-
-
-def _find_user_frames(a: Analysis, host: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return each host row's user frame. Row -1 selects the last entry, which means no event."""
-    return np.append(a.user_frame, np.int32(-1))[host]
 
 
 def device_waits(a: Analysis) -> float | None:

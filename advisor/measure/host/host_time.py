@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered_length, intersect, union
+from advisor.core.intervals import covered_length, intersect, intervals_of, union
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.new_shapes import ONE_OFF, first_calls
 from advisor.measure.host.stacks import (
@@ -121,8 +121,7 @@ def _find_backward_waits(a: Analysis) -> list[tuple[int, int, int]]:
     if not engine.any():
         return []
     rows = np.flatnonzero(engine)
-    ts = cpu["ts"].to_numpy()[rows]
-    runs = union(ts, ts + cpu["dur"].to_numpy()[rows])
+    runs = intervals_of(cpu, rows)
     timeline = a.timeline
     result = []
     for name in ("unknown", "unrecorded"):

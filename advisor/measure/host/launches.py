@@ -7,7 +7,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import covered_length, union
+from advisor.core.intervals import covered_length, intervals_of, union
 from advisor.core.trace import BLOCKING_CALLS, Trace
 from advisor.measure.device.families import CODE, SDPA, op_families
 from advisor.measure.host.names import distinct_names, name_matches
@@ -354,7 +354,6 @@ def _waits_behind_work(
     """Return whether earlier work kept the device busy for most of the time that first work
     waited."""
     gpu = trace.gpu.filter(is_earlier)
-    ts = gpu["ts"].to_numpy()
-    busy = union(ts, ts + gpu["dur"].to_numpy())
+    busy = intervals_of(gpu)
     waited = int((work_start - launch_ts).sum())
     return waited > 0 and int(covered_length(launch_ts, work_start, busy).sum()) >= 0.5 * waited

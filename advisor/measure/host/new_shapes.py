@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import Intervals, covered_length, union
+from advisor.core.intervals import Intervals, covered_length, intervals_of
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_self_time
 from advisor.measure.steps.step_differences import MAX_BUSY, busy_in_recording
@@ -131,6 +131,4 @@ def _count_trials(a: Analysis, calls: pl.DataFrame) -> pl.DataFrame:
 
 def new_shape_spans(a: Analysis) -> Intervals:
     """Return the intervals in which the calls of ``new_shape_calls`` run."""
-    calls = a.new_shape_calls
-    ts = calls["ts"].to_numpy()
-    return union(ts, ts + calls["dur"].to_numpy())
+    return intervals_of(a.new_shape_calls)

@@ -10,7 +10,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Location
-from advisor.core.intervals import intersect, union
+from advisor.core.intervals import intersect, intervals_of
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import (
     MIN_COVERED_SHARE,
@@ -148,7 +148,7 @@ def line_of_operator(a: Analysis, op: str, *, by_share: bool = True) -> HottestL
             return line
     if not by_share:
         return None
-    spans = union(calls["ts"].to_numpy(), (calls["ts"] + calls["dur"]).to_numpy())
+    spans = intervals_of(calls)
     stacks = recorded.stacks
     if a.device_id is not None:  # the thread waits in backward(): its own work is elsewhere
         stacks = [s._replace(frames=()) if s.part == "backward" else s for s in stacks]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from advisor.core.intervals import covered_length, union
+from advisor.core.intervals import covered_length, intervals_of
 from advisor.core.trace import Trace
 
 VLLM, SGLANG, TENSORRT_LLM, ATOM, XDIT = "vllm", "sglang", "tensorrt-llm", "atom", "xdit"
@@ -282,7 +282,7 @@ def _keep_innermost(
 
 def _contain_work(trace: Trace, rows: pl.DataFrame) -> bool:
     """Return whether these ranges contain nearly all work: a ``decode`` may be of a video."""
-    spans = union(rows["ts"].to_numpy(), (rows["ts"] + rows["dur"]).to_numpy())
+    spans = intervals_of(rows)
     gpu, cpu = trace.gpu, trace.cpu
     if gpu.is_empty():
         work = cpu.filter((pl.col("kind") == "op") & (pl.col("depth") == pl.col("depth").min()))

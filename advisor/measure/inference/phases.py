@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core import text as t
-from advisor.core.intervals import Ints, covered_length, union
+from advisor.core.intervals import Ints, covered_length, intervals_of
 from advisor.core.report_inference import GraphReplays, InferenceByPhase, InferencePhase, Quantiles
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.shapes import FORMATS
@@ -178,9 +178,7 @@ class _Kernels:
         gpu, measured = a.trace.gpu, a.kernels
         self.owner = passes.owner
         self.dur = gpu["dur"].to_numpy().astype(np.float64)
-        ts = gpu["ts"].to_numpy()
-        on_device = (gpu["device"] == a.device_id).to_numpy()
-        self.busy = union(ts[on_device], (ts + gpu["dur"].to_numpy())[on_device])
+        self.busy = intervals_of(gpu, (gpu["device"] == a.device_id).to_numpy())
         self.role = find_roles(a)
         self.communication = measured["communication"].to_numpy()
         limits = attainable_roofs(a.hardware)

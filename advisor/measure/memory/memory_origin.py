@@ -154,7 +154,9 @@ def find_origin(stack: Stack | None) -> AllocationOrigin:
         role,
         None if user_frame is None else user_frame.file,
         None if user_frame is None else user_frame.line,
-        _find_outermost_operator(stack) if user_frame is None else user_frame.name,
+        next((frame.name for frame in reversed(stack) if _OPERATOR.fullmatch(frame.name)), None)
+        if user_frame is None
+        else user_frame.name,
         state=state,
         loss=any(
             _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and frame_owner(f) < 2)
@@ -168,11 +170,6 @@ def find_origin(stack: Stack | None) -> AllocationOrigin:
         output=next((o for o, pattern in _OUTPUTS.items() if any(map(pattern.search, calls))), ""),
         depth=sum(_calls_module(f) for f in stack),
     )
-
-
-def _find_outermost_operator(stack: Stack) -> str | None:
-    """Return the outermost operator of a stack without Python frames, or ``None``."""
-    return next((frame.name for frame in reversed(stack) if _OPERATOR.fullmatch(frame.name)), None)
 
 
 def _find_released_role(stack: Stack) -> str:

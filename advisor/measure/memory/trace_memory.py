@@ -33,7 +33,6 @@ from advisor.measure.host.stacks import (
 )
 
 if TYPE_CHECKING:
-    from advisor.core.trace import Trace
     from advisor.measure import Analysis
 
 MEMORY_SCHEMA: dict[str, Any] = {
@@ -135,7 +134,8 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
     order = np.argsort(ts, kind="stable")
     rows, ts, dur = rows[order], ts[order], dur[order]
     frame = a.user_frame[rows]
-    op = _find_ops_around(a.trace, rows)
+    parent = parent_rows(a.trace)
+    op = climb_stack(parent, is_operator(a.trace), rows_around(parent, rows))
     return pl.DataFrame(
         {
             "host": rows,
@@ -148,12 +148,6 @@ def find_allocations(a: Analysis) -> pl.DataFrame:
         },
         schema_overrides=ALLOCATIONS_SCHEMA,
     )
-
-
-def _find_ops_around(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the innermost op around each of a few host rows, or -1."""
-    parent = parent_rows(trace)
-    return climb_stack(parent, is_operator(trace), rows_around(parent, rows))
 
 
 def find_recompute(a: Analysis) -> pl.DataFrame | None:

@@ -224,7 +224,13 @@ def _read_cells(
         names = [marks.setdefault(step.name, len(marks)) for step in summary.steps]
         mark = np.array([*names, -1], dtype=np.int64)[columns["step"]]
         mark[is_sequenced[columns["key"]]] = -1
-        count = _count_cells(columns["key"], mark)
+        # ranks with different counts of cells with the same key and step do not match
+        _, inverse, counts = np.unique(
+            columns["key"] * (int(mark.max(initial=0)) + 2) + mark + 1,
+            return_inverse=True,
+            return_counts=True,
+        )
+        count = np.asarray(counts[inverse], dtype=np.int64)
         count[is_sequenced[columns["key"]]] = 0
         columns["key"] = key_rows[columns["key"]]
         more_columns = {"rank": np.full(len(mark), index_of_rank), "source": np.arange(len(mark))}
@@ -257,14 +263,6 @@ def _read_key(result: Collectives, index: int) -> CollectiveKey:
         result.size[index],
         result.synchronising[index],
     )
-
-
-def _count_cells(key: Ints, mark: Ints) -> Ints:
-    """Count the cells with the same key and step: ranks with different counts do not match."""
-    _, inverse, counts = np.unique(
-        key * (int(mark.max(initial=0)) + 2) + mark + 1, return_inverse=True, return_counts=True
-    )
-    return np.asarray(counts[inverse], dtype=np.int64)
 
 
 def _split_rows(row: Ints, cells: dict[str, Ints], keys: list[CollectiveKey]) -> Ints:

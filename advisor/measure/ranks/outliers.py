@@ -146,7 +146,13 @@ def find_persistent(job: JobMeasurements) -> list[Deviation]:
             # others wait for all of a rank's work, not for one class
             if float(np.nanmax(total_excess[list(members.rank_indices)])) > floor:
                 _add_deviation(deviations, _measure_deviation(job, members, total_excess))
-    return _merge_imbalances(job, deviations)
+    imbalances = [deviation for deviation in deviations if deviation.kind == "imbalance"]
+    if len(imbalances) < 2:
+        return deviations
+    return [
+        *(deviation for deviation in deviations if deviation.kind != "imbalance"),
+        merge_outliers(job, imbalances),
+    ]
 
 
 def _median_excess(by_step: Floats, stage: Ints) -> Floats:
@@ -237,17 +243,6 @@ def _scale_to_complete_steps(job: JobMeasurements, index: int) -> RankSummary:
         time={name: ns * kept / compute for name, ns in summary.time.items()},
         families={name: ns * kept / compute for name, ns in summary.families.items()},
     )
-
-
-def _merge_imbalances(job: JobMeasurements, result: list[Deviation]) -> list[Deviation]:
-    """Merge ranks with more work into one imbalance."""
-    imbalances = [deviation for deviation in result if deviation.kind == "imbalance"]
-    if len(imbalances) < 2:
-        return result
-    return [
-        *(deviation for deviation in result if deviation.kind != "imbalance"),
-        merge_outliers(job, imbalances),
-    ]
 
 
 def merge_outliers(job: JobMeasurements, result: Sequence[Deviation]) -> Deviation:

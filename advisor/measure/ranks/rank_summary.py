@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding
-from advisor.core.intervals import Ints, covered_length, union
+from advisor.core.intervals import Ints, covered_length, intervals_of, union
 from advisor.core.report_memory import MemorySample
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import shares_of_functions
@@ -157,10 +157,7 @@ def _pack_steps(a: Analysis) -> dict[str, PackedColumns]:
         }
         gaps = a.gaps.select("cause", "ts", "dur").with_columns(pl.col("cause").cast(pl.String))
         for (cause,), rows in sorted(gaps.partition_by("cause", as_dict=True).items()):
-            ts = rows["ts"].to_numpy()
-            columns[f"idle: {cause}"] = covered_length(
-                start, end, union(ts, ts + rows["dur"].to_numpy())
-            )
+            columns[f"idle: {cause}"] = covered_length(start, end, intervals_of(rows))
     else:
         columns = {"communication": covered_length(start, end, a.breakdown.communication)}
         if a.trace.main_thread is not None:

@@ -11,7 +11,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Edit, Select
-from advisor.core.intervals import EMPTY, Intervals, intersect, subtract, union
+from advisor.core.intervals import EMPTY, Intervals, intersect, intervals_of, subtract, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
@@ -133,11 +133,8 @@ def graph_entries(a: Analysis) -> Intervals:
     outer_regions = np.unique(outermost_ancestor(parent_rows(a.trace), is_region)[rows])
     backward = np.flatnonzero(name_matches(names, BACKWARD_GRAPH).to_numpy())
     graphs = np.flatnonzero(name_matches(names, GRAPH_CODE).to_numpy())
-    ts = cpu["ts"].to_numpy()
-    end = ts + cpu["dur"].to_numpy()
-    spans = np.concatenate([outer_regions, backward])
-    graph_time = union(ts[graphs], end[graphs])
-    return intersect(subtract(union(ts[spans], end[spans]), graph_time), a.spans)
+    spans = intervals_of(cpu, np.concatenate([outer_regions, backward]))
+    return intersect(subtract(spans, intervals_of(cpu, graphs)), a.spans)
 
 
 def between_steps(a: Analysis) -> Intervals:

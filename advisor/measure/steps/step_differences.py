@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import Intervals, covered_length, union
+from advisor.core.intervals import Intervals, covered_length, intervals_of, union
 from advisor.core.report_steps import StepVariation, StepVariationPart
 from advisor.measure.device.families import CLASSES
 from advisor.measure.steps.timeline import CLASSES as HOST
@@ -153,8 +153,7 @@ def _find_loading(a: Analysis) -> pl.DataFrame:
 
 def busy_in_recording(a: Analysis) -> Intervals:
     """Return the intervals in which the analysed device works, inside the steps or not."""
-    gpu = a.trace.gpu.filter(pl.col("device") == a.device_id)
-    return union(gpu["ts"].to_numpy(), (gpu["ts"] + gpu["dur"]).to_numpy())
+    return intervals_of(a.trace.gpu.filter(pl.col("device") == a.device_id))
 
 
 def _find_captures(a: Analysis) -> pl.DataFrame:
@@ -196,10 +195,7 @@ def _measure_self_time(a: Analysis, rows: pl.DataFrame) -> np.ndarray:
     cpu = a.trace.cpu
     inner = cpu.select("ts", "dur", host="parent").join(rows.select("host"), on="host", how="semi")
     ts, dur = rows["ts"].to_numpy(), rows["dur"].to_numpy()
-    start = inner["ts"].to_numpy()
-    self_ns: np.ndarray = dur - covered_length(
-        ts, ts + dur, union(start, start + inner["dur"].to_numpy())
-    )
+    self_ns: np.ndarray = dur - covered_length(ts, ts + dur, intervals_of(inner))
     return self_ns
 
 

@@ -347,7 +347,11 @@ def _build_steps(
     on_device = None
     if source != "whole trace":
         on_device = device_steps(trace, ts, end, closed=source != "optimizer")
-    waits = _measure_loader_waits(trace, ts, end)
+    calls = trace.cpu.filter(
+        (pl.col("kind") == "annotation") & name_matches(trace.cpu["name"], LOADER)
+    ).sort("ts")
+    start, total = calls["ts"].to_numpy(), np.append(0, np.cumsum(calls["dur"].to_numpy()))
+    waits: np.ndarray = total[np.searchsorted(start, end)] - total[np.searchsorted(start, ts)]
     if on_device is not None:
         ahead_ns, host_ns = on_device.ahead_ns, float(np.mean(end - ts))
         host_marks = pl.DataFrame({"ts": ts, "end": end, "dur": end - ts})
@@ -415,16 +419,6 @@ def _find_last_device_end(trace: Trace, start: int, end: int) -> int | None:
     launched = trace.cpu["ts"].gather(work["launch"])
     work = work.filter((launched >= start) & (launched < end))
     return int((work["ts"] + work["dur"]).max()) if work.height else None  # type: ignore[arg-type]
-
-
-def _measure_loader_waits(trace: Trace, ts: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return the time in calls for the next batch that began in each step, ns."""
-    calls = trace.cpu.filter(
-        (pl.col("kind") == "annotation") & name_matches(trace.cpu["name"], LOADER)
-    ).sort("ts")
-    start, total = calls["ts"].to_numpy(), np.append(0, np.cumsum(calls["dur"].to_numpy()))
-    waits: np.ndarray = total[np.searchsorted(start, end)] - total[np.searchsorted(start, ts)]
-    return waits
 
 
 def longest_usual_step(

@@ -31,7 +31,8 @@ def find_files(url: str, choose: Choose) -> list[RemoteFile]:
         result = _find_in_archive(url, choose)
     else:
         system, path = file_system(url)
-        _drop_cached_listings(system)
+        with suppress(Exception):  # not all file systems cache listings
+            system.invalidate_cache()
         if _is_glob(url):
             result = _find_globbed(system, url, choose)
         elif is_web(url) and "?" not in url and url.endswith("/"):
@@ -113,18 +114,13 @@ def _is_glob(url: str) -> bool:
     return re.search(r"[*[]" if is_web(path_url) else r"[*?[]", path) is not None
 
 
-def _glob_root(path_url: str) -> str:
-    """Return the folder above the first part of a path with a wildcard."""
-    wildcard = re.search(r"[*?[]", path_url)
-    return (
-        path_url if wildcard is None else path_url[: path_url.rindex("/", 0, wildcard.start()) + 1]
-    )
-
-
 def _find_globbed(system: Any, url: str, choose: Choose) -> list[RemoteFile]:
     """Return the matching files and the files in matching folders."""
     prefix, path_url, suffix = _split_chain(url)
-    root = _glob_root(path_url)
+    wildcard = re.search(r"[*?[]", path_url)
+    root = (
+        path_url if wildcard is None else path_url[: path_url.rindex("/", 0, wildcard.start()) + 1]
+    )
     pattern = path_url[len(root) :].rstrip("/")
     if is_web(url):
         depth = None if "**" in pattern else pattern.count("/") + 1
@@ -224,9 +220,3 @@ def _member_file(kind: str, archive: str, member: archives.Member) -> RemoteFile
 def _file_size(info: dict[str, Any]) -> int | None:
     size = info.get("size")
     return size if isinstance(size, int) and size >= 0 else None
-
-
-def _drop_cached_listings(system: Any) -> None:
-    """Drop a file system's cached listings, which may be outdated."""
-    with suppress(Exception):  # not all file systems cache listings
-        system.invalidate_cache()

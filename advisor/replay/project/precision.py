@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
@@ -162,7 +161,7 @@ class _Conversion:
             all_step = self._step([c for c in calls if c.estimate is not None], replayer)[1]
         per = 1 / a.step_count
         layers = tuple(self._group_layers(calls)) if not refused else ()
-        weights = self._count_weight_bytes(calls)
+        weights = float(sum(g.k * g.n * g.width for g in self._list_distinct(calls)))
         freed = None
         if not self.training and not refused:
             freed = self._count_freed_bytes([c for c in calls if not c.why])
@@ -196,7 +195,7 @@ class _Conversion:
         kernels = a.kernels.with_columns(row=pl.int_range(pl.len()), dur=a.trace.gpu["dur"])
         matrix = kernels.filter(pl.Series(a.in_window) & (pl.col("family") == "gemm"))
         nodes = work_nodes(a)
-        backward = self._find_backward()
+        backward = np.asarray(self.a.forward_op >= 0)
         inputs = a.trace.cpu["inputs"].fill_null(-1).to_numpy()
         shapes: dict[tuple[str, int], Gemm | None] = {}
         result: dict[int, _Call] = {}
@@ -229,10 +228,6 @@ class _Conversion:
         calls = list(result.values())
         self._weight_gradients(calls)
         return calls
-
-    def _find_backward(self) -> NDArray[np.bool_]:
-        """Return the mask over ``trace.cpu`` of operators that the backward pass runs."""
-        return np.asarray(self.a.forward_op >= 0)
 
     def _parse_gemm(self, name: str, row: int, dtype: str) -> Gemm | None:
         texts = self.a.trace.inputs.select("dims", "types").row(row)
@@ -393,9 +388,6 @@ class _Conversion:
                 counts[gemm] += 1
         single = [g for g, n in counts.items() for _ in range(max(1, n // self.a.step_count))]
         return [*by_module.values(), *single]
-
-    def _count_weight_bytes(self, calls: list[_Call]) -> float:
-        return float(sum(g.k * g.n * g.width for g in self._list_distinct(calls)))
 
     def _count_freed_bytes(self, calls: list[_Call]) -> float:
         narrow = self.narrow

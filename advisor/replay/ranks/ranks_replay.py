@@ -120,7 +120,11 @@ class RanksReplay:
         is_used &= np.isin(
             columns, _choose_steps(np.isfinite(own.own_ns_by_step) & aligned[:, None])
         )
-        chosen = _steps_within_limit(columns[is_used], len(own.steps))
+        # the first steps that together have at most MAX_CELLS collectives, or one step
+        counts = np.bincount(columns[is_used], minlength=len(own.steps))
+        present = np.flatnonzero(counts)
+        fits = np.cumsum(counts[present]) <= MAX_CELLS
+        chosen = present[fits] if fits.any() else present[:1]
         is_used &= np.isin(columns, chosen)
         if not is_used.any():
             self.reason = "the ranks have no steps in common"
@@ -482,14 +486,6 @@ def _choose_steps(has_step: Bools) -> Ints:
     sets = [np.flatnonzero(counts >= count) for count in np.unique(counts[counts > 1])]
     sizes = [len(steps) * int(has_step[:, steps].all(axis=1).sum()) for steps in sets]
     return sets[int(np.argmax(sizes))] if sets else np.flatnonzero(counts)
-
-
-def _steps_within_limit(step: Ints, steps: int) -> Ints:
-    """Return the first steps that together have at most ``MAX_CELLS`` collectives, or one step."""
-    counts = np.bincount(step, minlength=steps)
-    present = np.flatnonzero(counts)
-    fits = np.cumsum(counts[present]) <= MAX_CELLS
-    return present[fits] if fits.any() else present[:1]
 
 
 def _find_lengths(summaries: Sequence[RankSummary], column: Ints, chosen: Ints) -> Floats:

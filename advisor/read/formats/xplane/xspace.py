@@ -151,7 +151,8 @@ class XSpace:
 
     def _read_names(self, entries: list[tuple[int, int]]) -> tuple[dict[int, str], dict[int, str]]:
         """Return the names and display names of a map's entries, by key."""
-        start, end = _split_spans(entries)
+        both = np.array(entries, dtype=np.int64).reshape(-1, 2)
+        start, end = both[:, 0], both[:, 1]
         outer = self._read_fields(start, end)
         keys = outer.column(_KEY, len(start))
         value = outer.select(_VALUE, BYTES)
@@ -361,11 +362,6 @@ def _find_cut_off(
     except MalformedMessage:
         return None
     return (offset, end) if offset < end else None
-
-
-def _split_spans(spans: list[tuple[int, int]]) -> tuple[Ints, Ints]:
-    both = np.array(spans, dtype=np.int64).reshape(-1, 2)
-    return both[:, 0], both[:, 1]
 
 
 def _to_signed(value: int) -> int:

@@ -5,6 +5,7 @@ same source position. This runs no code of the program, and reads no attribute o
 
 import dis
 import sys
+from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -23,6 +24,11 @@ _OPERATORS = {
 }  # fmt: skip
 """Symbols and instructions with the functions of ``operator`` that do the same; ``<=`` counts as
 ``<``."""
+_SETS = ("set", "frozenset", "<setcomp>")
+_TABLES = ("dict", "defaultdict", "Counter", "OrderedDict", "<dictcomp>")
+MAX_FUNCTIONS, MAX_OWNED, MAX_BEFORE = 12, 200, 8
+"""Maximum number of functions that are searched for tests, of methods of a file that make its
+attributes, and of instructions before a test that load its container."""
 _NEUTRAL_OPS = ("PUSH_NULL", "KW_NAMES", "EXTENDED_ARG", "CACHE", "NOP")
 """Instructions that do not change a value."""
 
@@ -84,6 +90,105 @@ def used_names(code: CodeType) -> list[tuple[str, int]]:
         if name:
             found[name, position.lineno] = None
     return list(found)
+
+
+def membership_tests(code: CodeType, names: dict[str, Any]) -> list[tuple[CodeType, int]]:
+    """Return the tests ``x in items`` in a function and in functions of its file that it calls, as
+    code and line. ``names`` are the globals of its file. Tests of constants, and of containers that
+    the file makes as a set or a dictionary, are left out: they are quick."""
+    codes = [code]
+    tables, rows = _made_tables(code, names)
+    result: list[tuple[CodeType, int]] = []
+    for each in codes:
+        result += [(each, line) for line in _slow_tests(each, names, tables, rows)]
+        parts = [part for part in each.co_consts if type(part) is CodeType]
+        called = [find_in_file(names, name) for name, _ in used_names(each)]
+        parts += [function.__code__ for function in called if type(function) is FunctionType]
+        for part in parts:
+            is_here = part.co_filename == code.co_filename and part not in codes
+            if is_here and len(codes) < MAX_FUNCTIONS and len(part.co_code) <= MAX_CODE:
+                codes.append(part)
+    return list(dict.fromkeys(result))
+
+
+def find_in_file(names: dict[str, Any], name: str) -> Any:
+    """Return a file's function, or the method of that name if one of its classes has it."""
+    if name in names:
+        return names[name]
+    file = names.get("__name__")
+    owners = [value for value in list(names.values()) if issubclass(type(value), type)]
+    owners = [owner for owner in owners if owner.__module__ == file and name in vars(owner)]
+    return find_function(owners[0], name) if len(owners) == 1 else None
+
+
+def find_function(kind: type, name: str) -> FunctionType | None:
+    """Return a method of a class, without decorators such as ``torch.no_grad``."""
+    for base in kind.__mro__[:-1]:
+        if name in vars(base):
+            function = vars(base)[name]
+            function = getattr(function, "__wrapped__", function)
+            return function if type(function) is FunctionType else None
+    return None
+
+
+def _made_tables(code: CodeType, names: dict[str, Any]) -> tuple[set[str], set[str]]:
+    """Return the names of variables and attributes that a file's methods or a function make as sets
+    or dictionaries, and of those whose items are sets."""
+    file = names.get("__name__")
+    codes = [code]
+    for owner in list(names.values()):
+        if issubclass(type(owner), type) and owner.__module__ == file:
+            functions = (find_function(owner, name) for name in list(vars(owner)))
+            codes += [each.__code__ for each in functions if each is not None]
+    tables: set[str] = set()
+    rows: set[str] = set()
+    for each in codes[:MAX_OWNED]:
+        if len(each.co_code) > MAX_CODE:
+            continue
+        made = sets = 0  # the last lines that make a table, and a set
+        for instruction in dis.get_instructions(each):
+            position = instruction.positions
+            line = 0 if position is None else position.lineno or 0
+            value = instruction.argval
+            name = value.co_name if type(value) is CodeType else _last_name(instruction)
+            if name in _SETS or instruction.opname in ("BUILD_SET", "SET_ADD"):
+                made = sets = line
+            elif name in _TABLES or instruction.opname in ("BUILD_MAP", "MAP_ADD"):
+                made = line
+            elif instruction.opname.startswith("STORE_"):
+                tables |= {name} if made == line else set()
+                rows |= {name} if sets == line else set()
+    return tables, rows
+
+
+def _slow_tests(
+    code: CodeType, names: dict[str, Any], tables: set[str], rows: set[str]
+) -> Iterator[int]:
+    """Yield the lines of a code's tests ``x in items`` that may look through all items."""
+    before: list[dis.Instruction] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _NEUTRAL_OPS:
+            continue
+        if instruction.opname == "CONTAINS_OP" and before and instruction.positions is not None:
+            container = before[-1]
+            known = tables
+            if container.opname.startswith("BINARY_SUBSCR"):
+                known = rows
+                loads = [i for i in before if i.opname.startswith(_ATTRIBUTE_OPS)]
+                container = loads[-1] if loads else container
+            name = _last_name(container)
+            is_variable = container.opname.startswith((*_VARIABLE_OPS, *_ATTRIBUTE_OPS))
+            if container.opname.startswith("LOAD_GLOBAL"):
+                is_variable = type(names.get(name)) in (list, tuple)
+            if is_variable and name not in known and instruction.positions.lineno is not None:
+                yield instruction.positions.lineno
+        before = [*before, instruction][-MAX_BEFORE:]
+
+
+def _last_name(instruction: dis.Instruction) -> str:
+    """Return the name that an instruction uses: the last one, if newer versions join two."""
+    value = instruction.argval
+    return str(value[-1] if type(value) is tuple and value else value)
 
 
 def _instructions_to(code: CodeType, offset: int) -> list[dis.Instruction]:

@@ -10,7 +10,12 @@ from time import time_ns
 from types import FrameType, FunctionType, MappingProxyType
 from typing import Any, Final
 
-from advisor.recorder.built_in_calls import used_names
+from advisor.recorder.built_in_calls import (
+    MAX_FUNCTIONS,
+    find_function,
+    find_in_file,
+    used_names,
+)
 from advisor.recorder.stack_samples import frame_text
 
 MAX_CALLS = 6_000
@@ -19,9 +24,8 @@ CLOCK_TRIES = 5
 """Number of readings of both clocks."""
 MAX_PATH = 300
 """Maximum length of a module's path."""
-MAX_FUNCTIONS, MAX_NAMES = 12, 2_000
-"""Maximum number of functions of a class whose names are written, and of names in all: a line of
-the run directory is limited."""
+MAX_NAMES = 2_000
+"""Maximum number of names that are written: a line of the run directory is limited."""
 
 
 class CallLog:
@@ -108,34 +112,14 @@ _OUTERMOST: Final = object()
 
 def _forward_text(kind: type) -> str:
     """Return the frame at which a class's ``forward`` is defined; empty if it is no function."""
-    forward = _find_function(kind, "forward")
+    forward = find_function(kind, "forward")
     return "" if forward is None else frame_text(forward.__code__, forward.__code__.co_firstlineno)
-
-
-def _find_function(kind: type, name: str) -> FunctionType | None:
-    """Return a method of a class, without decorators such as ``torch.no_grad``."""
-    for base in kind.__mro__[:-1]:
-        if name in vars(base):
-            function = vars(base)[name]
-            function = getattr(function, "__wrapped__", function)
-            return function if type(function) is FunctionType else None
-    return None
-
-
-def _find_in_module(names: dict[str, Any], name: str) -> Any:
-    """Return a module's function, or the method of that name if one of its classes has it."""
-    if name in names:
-        return names[name]
-    file = names.get("__name__")
-    owners = [value for value in names.values() if isinstance(value, type)]
-    owners = [owner for owner in owners if owner.__module__ == file and name in vars(owner)]
-    return _find_function(owners[0], name) if len(owners) == 1 else None
 
 
 def _names_in_forward(kind: type) -> list[tuple[str, str]]:
     """Return the names that a class's ``forward`` reads, with the frames of their lines. Methods
     and functions of the same file that it calls are part of it. Empty for torch's."""
-    forward = _find_function(kind, "forward")
+    forward = find_function(kind, "forward")
     if forward is None or kind.__module__.startswith("torch."):
         return []
     result: list[tuple[str, str]] = []
@@ -145,7 +129,7 @@ def _names_in_forward(kind: type) -> list[tuple[str, str]]:
         used = used_names(code)
         result += [(name, frame_text(code, line)) for name, line in used]
         for name, _ in used:
-            inner = _find_function(kind, name) or _find_in_module(function.__globals__, name)
+            inner = find_function(kind, name) or find_in_file(function.__globals__, name)
             if (
                 type(inner) is FunctionType
                 and inner.__code__.co_filename == code.co_filename

@@ -20,13 +20,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 from advisor.recorder.background import BackgroundThread
-from advisor.recorder.built_in_calls import called_function, operator_function
+from advisor.recorder.built_in_calls import (
+    called_function,
+    membership_tests,
+    operator_function,
+)
 
 FAST_SECONDS, FAST_SAMPLES = 0.02, 300
 """Interval between the first samples, s, and their number."""
@@ -49,6 +53,9 @@ MAX_DEPTH = 100
 MAX_STACKS = 400
 """Maximum number of different stacks written together; the most frequent ones are kept."""
 MAX_NAME = 300
+MIN_TESTED_SHARE, MAX_TESTS = 0.1, 8
+"""Minimum share of the samples in a function that is searched for tests ``x in items``, and maximum
+number of tests that are written for it."""
 _PACKAGE_FOLDER = str(Path(__file__).absolute().parents[1]) + os.sep
 """Folder of this package, with a trailing separator."""
 _PARTS_OF_FUNCTIONS = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
@@ -84,6 +91,9 @@ class StackSampler(BackgroundThread):
         self._stacks: Counter[Stack] = Counter()
         self._texts: dict[tuple[CodeType, int], str] = {}
         self._calls: dict[tuple[CodeType, int, bool], str] = {}
+        self._names: dict[CodeType, dict[str, Any]] = {}
+        """Globals of the innermost functions of samples."""
+        self._tests: dict[CodeType, list[tuple[CodeType, int]]] = {}
 
     def work(self) -> None:
         """Sample until the end, then write the remaining samples."""
@@ -121,6 +131,7 @@ class StackSampler(BackgroundThread):
             else:
                 if not stack:
                     called = self._called_name(frame, in_c)
+                    self._names[frame.f_code] = frame.f_globals
                     if _is_loss(frame):
                         self._on_loss(frame.f_locals)
                 stack.append((frame.f_code, frame.f_lineno or 0))
@@ -149,7 +160,26 @@ class StackSampler(BackgroundThread):
             if called:
                 names.append(f"<built-in function {called}>")
             lines.append([count, [index.setdefault(name, len(index)) for name in names]])
-        self._write_event("stacks", {"frames": list(index), "stacks": lines})
+        tests = [
+            [index.setdefault(self._frame_text(*frame), len(index)) for frame in pair]
+            for pair in self._find_tests(stacks)
+        ]
+        self._write_event("stacks", {"frames": list(index), "stacks": lines, "tests": tests})
+
+    def _find_tests(self, stacks: Counter[Stack]) -> Iterator[tuple[tuple[CodeType, int], ...]]:
+        """Yield functions with many samples of Python, and a test ``x in items`` in each or below
+        it, which may look through a list."""
+        samples: Counter[CodeType] = Counter()
+        for (called, stack), count in stacks.items():
+            samples[stack[0][0]] += 0 if called else count
+        names, self._names = self._names, {}
+        for code, count in samples.items():
+            if count < MIN_TESTED_SHARE * stacks.total():
+                continue
+            if code not in self._tests:
+                self._tests[code] = membership_tests(code, names.get(code, {}))
+            for test in self._tests[code][:MAX_TESTS]:
+                yield (code, code.co_firstlineno), test
 
     def _frame_text(self, code: CodeType, line: int) -> str:
         text = self._texts.get((code, line))

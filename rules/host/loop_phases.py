@@ -1,6 +1,7 @@
 """Time of the loop outside the training phases, from the run's record."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +17,13 @@ from advisor.measure import Analysis
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.sampled_code import share_of_python
-from advisor.measure.host.stacks import LOOP, HottestLine, SampledStack, parse_frame
+from advisor.measure.host.stacks import (
+    LOOP,
+    HottestLine,
+    SampledStack,
+    parse_frame,
+    read_membership_tests,
+)
 from advisor.measure.steps.step_records import StepRecords
 from advisor.rules.support.citations import CHOSEN, XPROF
 from advisor.rules.support.common import (
@@ -42,6 +49,7 @@ from advisor.rules.support.loop_operators import (
     name_operators,
     operator_time,
     operators_beside_training,
+    share_by_name,
     whole_operators,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -96,7 +104,8 @@ class LoopPhases(LoopRule):
     out too.
 
     If half of these stacks are in one kind of library function, such as ``json.dumps``, the advice
-    is about that. If half run Python itself, the advice is to replace a loop over elements. Matrix
+    is about that. If half run Python itself, the advice is to replace a loop over elements. Where
+    its code has tests such as ``item in items``, the advice is to search in a set. Matrix
     products, and losses that are already one function of PyTorch, have no replacement. They have no
     gain, and are named if they take most of this time. If such a loss is over many classes,
     skipping ignored labels may save much: ignored-labels reports that if the recorder saw the
@@ -169,6 +178,16 @@ class LoopPhases(LoopRule):
             "keep = (both > limit).any(axis=1)",
             "assumptions": ("the loop works on elements that can be computed together",),
             "falsified_by": "the same step time with operators on whole arrays",
+        },
+        "a search in a list": {
+            "title": "A loop in Python outside the model looks for values in a list",
+            "fix": "Keep a set or a dictionary beside the list that {tests} search{end} with "
+            "`in`: a list compares each of its items. If this is no list, replace the loop over "
+            "elements with operators on whole NumPy arrays or tensors.",
+            "code": "seen = set(items)         # once; seen.add(item) with items.append(item)\n"
+            "if item in seen:          # not in items",
+            "assumptions": ("the searched object is a list, a tuple or a deque",),
+            "falsified_by": "the same step time with a set",
         },
         "a sort": {
             "title": "Sorting outside the model takes much of the step",
@@ -332,9 +351,12 @@ class LoopPhases(LoopRule):
             names = a.trace.cpu["name"].gather(code.rows)
             samples = name_matches(names, r"^aten::multinomial$").any()
             return gain, place, self.case("a sort before sampling" if samples else "a sort"), ""
-        if code.case:
-            return gain, place, self.case(case_by_name(code.case, place, self.cases)), ""
         sampled = [stack for stack in recorded.stacks if stack.part == LOOP]
+        if code.case:
+            case = case_by_name(code.case, place, self.cases)
+            if line is not None and (share := share_by_name(case, sampled)) > line.share:
+                gain = _estimate_gain(a, share * code.by_hand, "functions of this name")
+            return gain, place, self.case(case), ""
         use, part, share = find_library_use(sampled), "it", 1.0
         if use is None and line is not None:  # what the function with most of it spends time on
             part = str(line.location.function)
@@ -346,6 +368,10 @@ class LoopPhases(LoopRule):
             is_python = line is not None and not code.largest
             is_python = is_python and share_of_python(sampled) >= self.min_python_share
             is_unknown = place is None and not code.largest
+            if is_python and (tests := _find_searches(recorded, sampled)):
+                end = "es" * (len(tests) == 1)
+                texts = self.case("a search in a list", tests=" and ".join(tests[:2]), end=end)
+                return gain, place, texts, ""
             case = "Python" if is_python else "unknown" if is_unknown else ""
             return gain, place, self.case(case) if case else {}, ""
         function_ns = gain.high_ns
@@ -446,6 +472,20 @@ class LoopPhases(LoopRule):
             "a small model": (_build_run(0.6, forward=0.2), "min_ms"),
             "stacks": (stacks, "== 'python').any()"),
         }
+
+
+def _find_searches(recorded: StepRecords, sampled: list[SampledStack]) -> list[str]:
+    """Return the lines that may search a list, in functions with most of these samples or below."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for stack in sampled:
+        frame = parse_frame(stack.frames[-1])
+        if frame is not None and not stack.called:
+            counts[frame.file, frame.function] += stack.samples
+    tests = read_membership_tests(recorded.record)
+    function, count = counts.most_common(1)[0] if counts else (("", ""), 0)
+    if 2 * count < sum(stack.samples for stack in sampled):
+        return []
+    return [f"line {each.line} ({each.function})" for each in tests.get(function, [])]
 
 
 def _wait_time(a: Analysis, step: float) -> float:

@@ -85,6 +85,25 @@ LIBRARY_FIXES = (
         assumptions=("its arguments do not change",),
     ),
     LibraryFix(
+        "Passing tensors between processes one by one",
+        "Send one message for many results, such as a rollout. Each tensor of a message opens a "
+        "connection and a file. NumPy arrays in a message open none, and neither does a tensor in "
+        "shared memory that is written in place.",
+        "queue.put(torch.stack(results))    # once for many steps, not in each\n"
+        "# or: shared = torch.empty(shape).share_memory_(), made once",
+        frames=r"multiprocessing/resource_sharer\.py|torch/multiprocessing/reductions\.py",
+        assumptions=("results can wait for the end of a rollout",),
+    ),
+    LibraryFix(
+        "Searching in lists",
+        "Keep a dictionary from value to position, or a set: a list compares each of its items. "
+        "Numbers in a sorted array are found together, with np.searchsorted.",
+        "position = {value: at for at, value in enumerate(items)}   # once\n"
+        "at = position[value]      # not items.index(value)",
+        calls=r"\.(?:index|count|remove)",
+        assumptions=("it searches a list, and no text",),
+    ),
+    LibraryFix(
         "Parsing text",
         "Parse the text once, and store the values as a binary array: .npy, safetensors or "
         "Parquet. Or keep them in memory.",

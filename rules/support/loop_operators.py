@@ -2,7 +2,7 @@
 loading, backward pass and optimizer."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host import stacks
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import SampledStack
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import Rows, backward_operators
@@ -90,6 +91,17 @@ class LoopRule(Rule):
             "average.update_parameters(model)     # once in each step",
             "assumptions": ("it averages the weights of a model",),
         },
+        "overlapping boxes": {
+            "title": "A function of the loop compares boxes with many small operators",
+            "fix": "First drop the boxes below the score threshold. Then remove overlapping ones "
+            "of all classes with one call of torchvision.ops.batched_nms. Overlaps of all pairs "
+            "come from torchvision.ops.box_iou.",
+            "code": "keep = scores > threshold\n"
+            "boxes, scores, labels = boxes[keep], scores[keep], labels[keep]\n"
+            "keep = torchvision.ops.batched_nms(boxes, scores, labels, max_iou)",
+            "references": ("https://docs.pytorch.org/vision/stable/ops.html",),
+            "assumptions": ("it compares boxes to remove those that overlap",),
+        },
         "figures to show": {
             "title": "A function of the loop computes figures with many operators in each step",
             "fix": "Compute the figures only in steps that show them. Where each step needs them, "
@@ -102,6 +114,8 @@ class LoopRule(Rule):
 
 
 _CASES_BY_NAME = {
+    "overlapping boxes": r"(?:\b|_)(?:nms|ious?|giou|suppress\w*|overlaps?)(?:\b|_)"
+    r"|NMS|IoU|Suppress",
     "averaged weights": r"(?:\b|_)ema(?:\b|_)|Ema|EMA|[Tt]eacher|[Mm]omentum|[Aa]verag",
     "figures to show": r"(?:\b|_)(?:log|stats?|metrics?|monitor|summary|track)(?:\b|_)"
     r"|Logg|Stats|Metric|Monitor|Summar|Track",
@@ -120,6 +134,19 @@ def case_by_name(case: str, place: Location | None, cases: Container[str]) -> st
         if name in cases and re.search(pattern, str(place.function))
     )
     return next(names, case)
+
+
+def share_by_name(case: str, sampled: Sequence[SampledStack]) -> float:
+    """Return the share of these samples in functions whose names say that they do a case's work."""
+    pattern = re.compile(_CASES_BY_NAME.get(case, r"$^"))
+    functions = re.compile(r"\(\d+\): ")
+    total = sum(stack.samples for stack in sampled)
+    inside = sum(
+        stack.samples
+        for stack in sampled
+        if any(pattern.search(functions.split(frame)[-1]) for frame in stack.frames)
+    )
+    return inside / total if total else 0.0
 
 
 TRAINS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import json
 import os
@@ -15,10 +16,15 @@ from typing import Any
 import pytest
 
 from advisor.core.run_directory import Event, RankInfo, RankRecord, read_recording
-from advisor.measure.host.stacks import MIN_SAMPLES, hottest_line, read_stacks
+from advisor.measure.host.stacks import (
+    MIN_SAMPLES,
+    hottest_line,
+    read_membership_tests,
+    read_stacks,
+)
 from advisor.measure.steps.step_records import StepRecords
 from advisor.recorder import stack_samples
-from advisor.recorder.built_in_calls import operator_function
+from advisor.recorder.built_in_calls import membership_tests, operator_function
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
 
 pytestmark = pytest.mark.timed
@@ -299,6 +305,62 @@ def test_in_a_forked_child_stop_returns() -> None:
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     sampler.stop()
+
+
+class Seen:
+    """Containers of a program: lists, sets and dictionaries."""
+
+    def __init__(self) -> None:
+        self.list_by_user = collections.defaultdict(list)
+        self.set_by_user = collections.defaultdict(set)
+        self.items = [1, 2]
+        self.table = {1: 2}
+
+    def in_list_of_user(self, user: int) -> bool:
+        return 3 in self.list_by_user or user in self.list_by_user[user]
+
+    def in_quick_ones(self, user: int) -> bool:
+        chosen = {each + 1 for each in self.items}
+        return user in self.set_by_user[user] or user in self.table or user in chosen
+
+    def in_constants(self, user: int) -> bool:
+        return user in (1, 2) or user in {3, 4}
+
+    def call_all(self, user: int) -> list[bool]:
+        own = [self.in_list_of_user(user) for _ in range(3)]
+        return [*own, self.in_quick_ones(user), self.in_constants(user), user in self.items]
+
+
+def test_tests_that_may_search_a_list_are_found() -> None:
+    first = Seen.call_all.__code__.co_firstlineno
+    found = membership_tests(Seen.call_all.__code__, globals())
+    assert {(code.co_name, line - first) for code, line in found} == {
+        ("in_list_of_user", Seen.in_list_of_user.__code__.co_firstlineno + 1 - first),
+        ("call_all", 2),
+    }
+    assert membership_tests(Seen.in_quick_ones.__code__, globals()) == []
+    assert membership_tests(Seen.in_constants.__code__, {}) == []
+
+
+def search_a_list() -> None:
+    items, end = list(range(3000)), time.monotonic() + 0.6
+    while time.monotonic() < end:
+        for value in range(500):
+            assert value + 2000 in items
+
+
+def test_sampled_functions_are_written_with_their_tests() -> None:
+    record = record_of(*sample_stacks(search_a_list))
+    tests = read_membership_tests(record)
+    (key,) = (key for key in tests if key[1] == "search_a_list")
+    assert [each.line for each in tests[key]] == [search_a_list.__code__.co_firstlineno + 4]
+
+
+@pytest.mark.parametrize("tests", [3, [1], [[0]], [[0, 5]], [[0, -1]], [[0, True]], [["0", 0]]])
+def test_damaged_tests_are_left_out(tests: Any) -> None:
+    good = {"frames": ["a.py(1): f", "a.py(3): f"], "stacks": [], "tests": [[0, 1]]}
+    damaged = {"frames": ["b.py(1): f", "b.py(3): f"], "stacks": [], "tests": tests}
+    assert list(read_membership_tests(record_of(damaged, good))) == [("a.py", "f")]
 
 
 def record_of(*records: dict[str, Any]) -> RankRecord:

@@ -58,6 +58,7 @@ WORDS, COPIES = "Tokenizing and searching text", "Copying objects with copy.deep
 RANDOM, PICKS = "Drawing random numbers", "Picking random items from a sequence"
 TENSORS = "Calling torch.tensor or np.array"
 RECORDS, FILES = "Writing logs and records", "Looking for files and opening them"
+SEARCHES, MESSAGES = "Searching in lists", "Passing tensors between processes one by one"
 WAITS, JOINS = "Waiting (a sleep, a lock, a queue)", "Joining samples to a batch"
 
 
@@ -137,6 +138,7 @@ MET: dict[str, tuple[str, Callable[[Path], Callable[[], object]]]] = {
     "json.dumps": (RECORDS, lambda _: lambda: json.dumps(LISTS, indent=1)),
     "glob": (FILES, lambda root: lambda: list(root.glob("*.csv"))),
     "os.stat": (FILES, lambda root: lambda: [os.stat(root) for _ in range(9)]),  # noqa: PTH116
+    "list.index": (SEARCHES, lambda _: lambda: [LISTS[0].index(49) for _ in range(9)]),
     "sleep": (WAITS, lambda _: lambda: time.sleep(0.001)),
     "queue": (WAITS, lambda _: lambda: EVENTS.put(1) or EVENTS.get()),  # type: ignore[func-returns-value]
     "collate": (
@@ -163,6 +165,7 @@ WRITTEN = {
     AUDIO: "librosa/core/audio.py(200): load",
     TABLE: "pandas/core/indexing.py(1190): _LocationIndexer.__getitem__",
     ROWS: "datasets/arrow_dataset.py(2840): Dataset._getitem",
+    MESSAGES: "multiprocessing/resource_sharer.py(58): DupFd.detach",
     SKLEARN: "sklearn/preprocessing/_data.py(1060): StandardScaler.transform",
 }
 """Frames of libraries that are not installed here."""

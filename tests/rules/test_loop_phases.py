@@ -127,6 +127,41 @@ def test_python_loop_differs_from_waits_and_libraries(leaf: str, python: bool) -
     assert finding.title.startswith("A loop in Python") == python
 
 
+@pytest.mark.parametrize(
+    ("tests", "searches"), [([[2, 3]], True), ([], False), ([[1, 3]], False), ([[2, 9]], False)]
+)
+def test_line_that_may_search_a_list_is_named(tests: list[list[int]], searches: bool) -> None:
+    """20 samples in a function, and a test ``x in items`` below it or elsewhere."""
+    b = TraceBuilder(gpu=None)
+    run = b.record_of_run()
+    run.steps(60, 10, forward=2, backward=2)
+    frames = [
+        *("train.py(50): <module>", "train.py(30): main", "train.py(12): Batches.build"),
+        "train.py(44): Log.has_seen",
+    ]
+    run.event("stacks", frames=frames, stacks=[[20, [0, 1, 2]]], tests=tests)
+    (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
+    assert ("line 44 (Log.has_seen) searches with `in`" in str(finding.fix)) == searches
+    assert str(finding.title).endswith("in a list") == searches
+
+
+def test_boxes_gain_the_time_of_the_functions_around_too() -> None:
+    """The innermost function has half of the samples, the suppression around it all."""
+    b = TraceBuilder(gpu=None)
+    run = b.record_of_run()
+    for _ in b.steps():
+        with b.range("advisor::forward"):
+            b.on_host("aten::linear", 2000)
+        for _ in range(100):
+            b.on_host("aten::minimum", 60)
+    run.steps(60, 10, forward=2)
+    frames = ["serve.py(30): main", "serve.py(12): nms", "serve.py(5): iou"]
+    run.event("stacks", frames=frames, stacks=[[20, [0, 1, 2]], [20, [0, 1]]])
+    (finding,) = (f for f in LoopPhases().check(b.analysis()) if isinstance(f, Finding))
+    assert "compares boxes" in str(finding.title) and finding.impact is not None
+    assert finding.impact.high_ns == pytest.approx(8 * MS)
+
+
 def test_names_of_functions_say_what_their_many_operators_do() -> None:
     expected = {
         "TeacherBank.update": "averaged weights",
@@ -134,6 +169,10 @@ def test_names_of_functions_say_what_their_many_operators_do() -> None:
         "ModelEMA.update": "averaged weights",
         "Monitor.stats": "figures to show",
         "log_norms": "figures to show",
+        "box_iou_one": "overlapping boxes",
+        "NMS.__call__": "overlapping boxes",
+        "nms": "overlapping boxes",
+        "previous_batch": "many operators",
         "semantic_losses": "many operators",
         "catalogue": "many operators",
         "rescale": "many operators",

@@ -23,6 +23,7 @@ from advisor.rules.optimizer.unused_gradients import _find_reference
 from advisor.testing import TraceBuilder
 
 RECORDED = Path(__file__).parents[1] / "data" / "recorded"
+KINDS = ("slow", "cured")
 CORPUS = Path(__file__).parents[1] / "corpus"
 CASES = {
     "gc_pauses": "gc-pauses",
@@ -161,6 +162,20 @@ def test_loop_function_is_reported_with_main_cost_and_line() -> None:
     assert (first.rule, first.where[0].function) == ("growing-concatenation", "Window.push")
     assert first.where[0].line == 14
     assert (second.rule, second.folded_under) == ("loop-phases", first.rule)
+
+
+def test_search_in_a_list_is_named_with_its_line() -> None:
+    """Negatives are drawn again while they are in the user's list; the cure has a set beside it,
+    and is still a loop in Python."""
+    slow, cured = (analyze(RECORDED / f"negatives.{kind}", Options(config={})) for kind in KINDS)
+    finding = slow.findings[0]
+    assert finding.title.endswith("looks for values in a list")
+    assert "line 44 (InteractionLog.has_seen)" in finding.fix
+    assert finding.impact is not None and slow.step is not None and cured.step is not None
+    low, high = finding.impact.low_ns, finding.impact.high_ns
+    assert low is not None and high is not None
+    assert low <= slow.step.ns - cured.step.ns <= high
+    assert not any("list" in each.title for each in (*cured.findings, *cured.notes))
 
 
 def test_filter_line_differs_from_model_convolutions() -> None:

@@ -431,6 +431,25 @@ def read_stacks(record: RankRecord, since: int | None = None) -> list[SampledSta
     return result
 
 
+def read_membership_tests(record: RankRecord) -> dict[tuple[str, str], list[Frame]]:
+    """Return the tests ``x in items`` in and below functions with many samples, by the function's
+    file and name: places where a list may be searched. Damaged entries are left out."""
+    result: dict[tuple[str, str], list[Frame]] = {}
+    for event in record.events_of("stacks"):
+        names, pairs = event.get("frames"), event.get("tests")
+        if not isinstance(names, list) or not isinstance(pairs, list):
+            continue
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:
+                continue
+            texts = [names[i] for i in pair if type(i) is int and 0 <= i < len(names)]
+            frames = [parse_frame(text) for text in texts if isinstance(text, str)]
+            if len(frames) == 2 and frames[0] is not None and frames[1] is not None:
+                tests = result.setdefault((frames[0].file, frames[0].function), [])
+                tests += [frames[1]] * (frames[1] not in tests)
+    return result
+
+
 def _parse_stack(line: Any, names: list[Any]) -> SampledStack | None:
     if not isinstance(line, list) or len(line) != 2:
         return None

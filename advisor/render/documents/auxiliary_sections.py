@@ -23,27 +23,16 @@ from advisor.core.report import Report
 from advisor.core.report_kernels import KernelCounters, TritonKernel
 from advisor.measure.comm.flight_recorder import describe_call, of_ranks
 from advisor.measure.device.kernel_profiles import label_kernels
-from advisor.render.document import (
-    Block,
-    Code,
-    FieldList,
-    Grid,
-    Inline,
-    Items,
-    Paragraph,
-    Section,
-    Span,
-    TextField,
-)
+from advisor.render import document as d
 
 MAX_ROWS: Final = 12
 
 
-def build_compilation(log: CompileLog | None, report: Report | None = None) -> Iterator[Block]:
+def build_compilation(log: CompileLog | None, report: Report | None = None) -> Iterator[d.Block]:
     """Yield the contents of torch.compile's logs, by cause and line. Nothing without logs."""
     if log is None:
         return
-    lists: list[Block] = [Paragraph(_summarize_log(log, report), indent=2)]
+    lists: list[d.Block] = [d.Paragraph(_summarize_log(log, report), indent=2)]
     for title, rows in (
         ("Graph breaks", [_describe_break(each) for each in log.breaks]),
         (
@@ -61,9 +50,9 @@ def build_compilation(log: CompileLog | None, report: Report | None = None) -> I
             more = len(rows) - MAX_ROWS
             shown = rows[:MAX_ROWS]
             if more > 0:
-                shown.append(Span(f"{more:,} more; JSON has all", "soft"))
-            lists.append(Items(shown, "∙", f"{title} ({len(rows)})"))
-    yield Section("torch.compile", lists)
+                shown.append(d.Span(f"{more:,} more; JSON has all", "soft"))
+            lists.append(d.Items(shown, "∙", f"{title} ({len(rows)})"))
+    yield d.Section("torch.compile", lists)
 
 
 def _summarize_log(log: CompileLog, report: Report | None) -> str:
@@ -81,7 +70,7 @@ def _summarize_log(log: CompileLog, report: Report | None) -> str:
     return f"{text}.{damaged}"
 
 
-def _describe_break(item: GraphBreak) -> Inline:
+def _describe_break(item: GraphBreak) -> d.Inline:
     place = f"{t.shorten_path(item.file, 60)}:{item.line}"
     inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
     count = f", {item.count:,}×" if item.count > 1 else ""
@@ -93,13 +82,13 @@ def _describe_break(item: GraphBreak) -> Inline:
     eager = " The whole function runs as plain PyTorch." if item.eager else ""
     hint = f" {item.hint or item.explanation}"
     return (
-        Span(place, "code"),
+        d.Span(place, "code"),
         f"{inside}{count}{cost}: {item.reason}.{eager}",
-        Span(hint, "soft"),
+        d.Span(hint, "soft"),
     )
 
 
-def _describe_kernel(item: FusedKernel) -> Inline:
+def _describe_kernel(item: FusedKernel) -> d.Inline:
     """Describe a fused kernel: its name, its time, the operators in it, and their lines."""
     operators = ", ".join(labels.clean(name).removeprefix("aten.") for name in item.operators)
     places: dict[str, list[int]] = {}
@@ -109,9 +98,9 @@ def _describe_kernel(item: FusedKernel) -> Inline:
     at = "; ".join(f"{file}:{', '.join(map(str, lines))}" for file, lines in places.items())
     time = f", {t.format_duration(item.ns or 0.0)} per step"
     return (
-        Span(labels.shorten(labels.clean(item.name), 50), "code"),
+        d.Span(labels.shorten(labels.clean(item.name), 50), "code"),
         f"{time}: {operators or 'operators not recorded'}",
-        Span(f" {at}" if at else "", "soft"),
+        d.Span(f" {at}" if at else "", "soft"),
     )
 
 
@@ -123,7 +112,7 @@ def _group_by_place(causes: list[CompileCause]) -> list[list[CompileCause]]:
     return sorted(result.values(), key=lambda group: -sum(each.ns or 0 for each in group))
 
 
-def _describe_recompilation(causes: list[CompileCause]) -> Inline:
+def _describe_recompilation(causes: list[CompileCause]) -> d.Inline:
     """Describe recompilations of a function by their first guard."""
     others = len(causes) - 1
     more = f", and {t.count_noun(others, 'other guard')}" if others else ""
@@ -134,13 +123,13 @@ def _describe_recompilation(causes: list[CompileCause]) -> Inline:
     return _describe_cause(replace(causes[0], **merged))
 
 
-def _describe_cause(item: CompileCause) -> Inline:
+def _describe_cause(item: CompileCause) -> d.Inline:
     known = item.file is not None
     place = f"{t.shorten_path(item.file or '', 60)}:{item.line}" if known else "unknown line"
     inside = f" in {labels.shorten(labels.clean(item.function), 40)}" if item.function else ""
     time = "" if item.ns is None else f", {t.format_duration(item.ns)}"
     count = f", {item.count:,}×" if item.count > 1 else ""
-    return (Span(place, "code"), f"{inside}{count}{time}: {item.reason}")
+    return (d.Span(place, "code"), f"{inside}{count}{time}: {item.reason}")
 
 
 MAX_KERNELS: Final = 50
@@ -154,12 +143,12 @@ MIN_SHARE: Final = 0.05
 """Minimum share of a kernel's samples at which a line is listed."""
 
 
-def build_kernel_sections(report: Report) -> list[Section]:
+def build_kernel_sections(report: Report) -> list[d.Section]:
     """Build the tables of kernels and the command that records their counters."""
     return kernel_tables(report) + counter_command(report)
 
 
-def kernel_tables(report: Report) -> list[Section]:
+def kernel_tables(report: Report) -> list[d.Section]:
     """Build the tables of kernels with their limits, and of kernels compiled by Triton."""
     views = without_references(report.kernel_counters)
     if not views:
@@ -180,7 +169,7 @@ def kernel_tables(report: Report) -> list[Section]:
     aside = aside if aside or traced else "per launch"
     counted = any(view.use or view.occupancy is not None or view.dram_bytes for view in views)
     title = "Kernels with hardware counters" if counted else "Profiled kernels"
-    blocks = [Section(title, [grid], aside)]
+    blocks = [d.Section(title, [grid], aside)]
     sampled = [
         [
             f"{t.shorten_path(each.file, 22)}:{each.line}",
@@ -193,12 +182,14 @@ def kernel_tables(report: Report) -> list[Section]:
         if each.share >= MIN_SHARE
     ]
     if sampled:
-        grid = Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
-        blocks.append(Section("Where warps were sampled", [grid], "share of the kernel's samples"))
+        grid = d.Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
+        blocks.append(
+            d.Section("Where warps were sampled", [grid], "share of the kernel's samples")
+        )
     return [*blocks, *_build_triton_table(report)]
 
 
-def build_profiler_advice(report: Report) -> list[Section]:
+def build_profiler_advice(report: Report) -> list[d.Section]:
     """Build the section with messages of the kernel profiler's own rules."""
     views = report.kernel_counters
     traced = any(view.step_ns is not None for view in views)
@@ -208,8 +199,8 @@ def build_profiler_advice(report: Report) -> list[Section]:
     if not advice:
         return []
     count = t.count_noun(len(advice), "note") + " of the profiler"
-    items = Items(advice[:MAX_ADVICE])
-    return [Section("The kernel profiler's own advice", [items], folded=True, summary=count)]
+    items = d.Items(advice[:MAX_ADVICE])
+    return [d.Section("The kernel profiler's own advice", [items], folded=True, summary=count)]
 
 
 STALLS: Final = {
@@ -270,7 +261,7 @@ def _first_sentences(text: str) -> str:
     return f"{kept}{estimate}{number}"
 
 
-def _build_triton_table(report: Report) -> list[Section]:
+def _build_triton_table(report: Report) -> list[d.Section]:
     """Build the table of Triton's cached kernels with their functions. With a trace, only show its
     kernels."""
     views = report.triton_kernels
@@ -295,11 +286,11 @@ def _build_triton_table(report: Report) -> list[Section]:
         for view in shown[:MAX_KERNELS]
         if view.file is not None
     }
-    blocks: list[Block] = [grid]
+    blocks: list[d.Block] = [grid]
     if places:
         blocks.append(_build_grid(["function", "source"], list(places.values()), "ll"))
     text = "Spills: registers of a thread that are kept in local memory, in bytes."
-    return [Section("Kernels compiled by Triton", [*blocks, Paragraph(text, "soft")], aside)]
+    return [d.Section("Kernels compiled by Triton", [*blocks, d.Paragraph(text, "soft")], aside)]
 
 
 def _describe_absence(report: Report, absent: int, count: int) -> str:
@@ -313,10 +304,10 @@ def _describe_absence(report: Report, absent: int, count: int) -> str:
 
 def _build_grid(
     head: list[str], rows: list[list[str]], align: str, optional: tuple[int, ...] = ()
-) -> Grid:
+) -> d.Grid:
     """Build a table that keeps its first rows if space is short."""
     more = t.count_noun(len(rows) - MAX_SHORT, f"more {head[0]}")
-    return Grid(
+    return d.Grid(
         head, rows, short=rows[:MAX_SHORT], omitted_note=more, align=align, optional=optional
     )
 
@@ -383,15 +374,15 @@ def _format_or_empty(value: float | None, written: Callable[[float], str]) -> st
     return "" if value is None else written(value)
 
 
-def counter_command(report: Report) -> list[Section]:
+def counter_command(report: Report) -> list[d.Section]:
     """Build the section with the command for counters of the slow kernels."""
     if not report.profile_kernels:
         return []
     command, cost = report.profile_kernels
-    blocks: list[Block] = [Code(command, "console", "run"), Paragraph(cost, "soft")]
+    blocks: list[d.Block] = [d.Code(command, "console", "run"), d.Paragraph(cost, "soft")]
     title = "Hardware counters of the slow kernels"
     return [
-        Section(
+        d.Section(
             title,
             blocks,
             "what limits each of them",
@@ -404,7 +395,7 @@ def counter_command(report: Report) -> list[Section]:
 MAX_CALLS: Final = 12
 
 
-def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
+def build_flight_record(record: FlightRecord | None) -> Iterator[d.Block]:
     """Yield the calls that hang, with the line of each rank. Nothing without dumps."""
     if record is None:
         return
@@ -413,29 +404,29 @@ def build_flight_record(record: FlightRecord | None) -> Iterator[Block]:
     missing = f". {of_ranks(record.absent)} left none" if record.absent else ""
     damaged = t.count_noun(record.damaged, "entry")
     damage = f". {damaged} could not be read" if record.damaged else ""
-    blocks: list[Block] = [Paragraph(f"{counted}{missing}{damage}", indent=2)]
+    blocks: list[d.Block] = [d.Paragraph(f"{counted}{missing}{damage}", indent=2)]
     for problem in record.problems:
         rows = [_describe_call(each, "") for each in problem.calls]
         rows += [_describe_call(each, "last call of ") for each in problem.last]
         first = problem.calls[0]
         title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
-        blocks.append(Items(rows[:MAX_CALLS], "∙", f"{title}: {problem.kind}"))
-    yield Section("Collectives (flight recorder)", blocks)
+        blocks.append(d.Items(rows[:MAX_CALLS], "∙", f"{title}: {problem.kind}"))
+    yield d.Section("Collectives (flight recorder)", blocks)
 
 
-def _describe_call(call: CollectiveCall, prefix: str) -> Inline:
+def _describe_call(call: CollectiveCall, prefix: str) -> d.Inline:
     """Describe a call: its rank, the call, the line, its group and state."""
     function = call.where.function if call.where is not None else None
     inside = f" in {labels.shorten(labels.clean(function), 40)}" if function else ""
     group = labels.shorten(labels.clean(call.group), 40)
     return (
         f"{prefix}rank {call.rank}: ",
-        Span(describe_call(call), "code"),
-        Span(f"{inside}, {group}, {labels.clean(call.state)}", "soft"),
+        d.Span(describe_call(call), "code"),
+        d.Span(f"{inside}, {group}, {labels.clean(call.state)}", "soft"),
     )
 
 
-def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
+def build_network_path(log: NetworkLog | None) -> Iterator[d.Block]:
     """Yield facts from NCCL's logs and topologies, one line per fact. Nothing without them."""
     if log is None:
         return
@@ -463,11 +454,11 @@ def build_network_path(log: NetworkLog | None) -> Iterator[Block]:
         "warnings": [f"{text} ({count}×)" for text, count in log.warnings.items()][:3],
     }
     rows = [
-        TextField(label, [labels.clean(part) for part in parts if part])
+        d.TextField(label, [labels.clean(part) for part in parts if part])
         for label, parts in facts.items()
         if any(parts)
     ]
-    yield Section("Network path (NCCL)", [FieldList(rows)])
+    yield d.Section("Network path (NCCL)", [d.FieldList(rows)])
 
 
 def _count_items(counts: dict[str, int]) -> list[str]:

@@ -10,21 +10,7 @@ from advisor.core import charts
 from advisor.core import text as t
 from advisor.core.charts import Segment
 from advisor.core.text import count_noun, format_value
-from advisor.render.document import (
-    DEFAULT,
-    Block,
-    Document,
-    FieldList,
-    Grid,
-    Inline,
-    Items,
-    Paragraph,
-    RenderOptions,
-    Section,
-    Span,
-    Style,
-    TextField,
-)
+from advisor.render import document as d
 from advisor.render.figures import ComparedBars
 
 MAX_LINES: Final = 12
@@ -32,7 +18,7 @@ MAX_LINES: Final = 12
 _STYLE: Final = {"slower": "bold red", "faster": "bold green"}
 
 
-def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
+def build(comparison: Comparison, options: d.RenderOptions = d.DEFAULT) -> d.Document:
     """Build the document of a comparison, or of a gate if it has a decision."""
     c = comparison
     if c.decision is not None:
@@ -40,16 +26,16 @@ def build(comparison: Comparison, options: RenderOptions = DEFAULT) -> Document:
     verdict = "not measured" if comparison_text.is_unjudged(c) else c.steps.verdict
     # step times of recorded runs include all steps, but their parts come from the window
     window = "of the profiled window" if c.steps.source == "recorder" else ""
-    notes = [Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
+    notes = [d.Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
     kept = comparison_text.figures_of(c, ["memory by layer"])
     breakdown, work = comparison_text.breakdown_lines(c), comparison_text.work_lines(c)
     noise = [line for line in (*breakdown, *work) if line.is_noise]
     noise = [] if comparison_text.is_unjudged(c) else noise
-    return Document(
+    return d.Document(
         c.verdict,
         [
-            FieldList(
-                [TextField(label, parts) for label, parts in comparison_text.describe_sides(c)],
+            d.FieldList(
+                [d.TextField(label, parts) for label, parts in comparison_text.describe_sides(c)],
                 indent=0,
             ),
             *_list_limits(c),
@@ -100,41 +86,42 @@ def _name_durations(c: Comparison) -> tuple[str, str]:
     return "Step times", "step time"
 
 
-def _list_limits(c: Comparison) -> Iterator[Block]:
+def _list_limits(c: Comparison) -> Iterator[d.Block]:
     if c.limits:
-        yield Items([Span(limit, "warn") for limit in c.limits], "!")
+        yield d.Items([d.Span(limit, "warn") for limit in c.limits], "!")
 
 
 def _build_table(
     title: str,
     first: str,
     lines: list[comparison_text.ComparedFigure],
-    notes: Sequence[Paragraph] = (),
+    notes: Sequence[d.Paragraph] = (),
     *,
-    above: Sequence[Block] = (),
+    above: Sequence[d.Block] = (),
     short: bool = False,
     aside: str = "",
-) -> Iterator[Section]:
+) -> Iterator[d.Section]:
     """Build a table of figures side by side. ``first``: the heading of their names."""
-    looks: dict[str, Style] = {"better": "good", "worse": "bad"}
-    rows: list[list[Inline]] = [
-        [line.label, *line.texts, Span(line.change, looks.get(line.verdict, ""))] for line in lines
+    looks: dict[str, d.Style] = {"better": "good", "worse": "bad"}
+    rows: list[list[d.Inline]] = [
+        [line.label, *line.texts, d.Span(line.change, looks.get(line.verdict, ""))]
+        for line in lines
     ]
     if rows:
         head = [first, "before", "after", "difference"]
-        yield Section(title, [*above, Grid(head, rows), *notes], aside, short=short)
+        yield d.Section(title, [*above, d.Grid(head, rows), *notes], aside, short=short)
 
 
 def _build_folded(
     c: Comparison, noise: list[comparison_text.ComparedFigure], window: str
-) -> Iterator[Section]:
+) -> Iterator[d.Section]:
     """Build the figures with negligible changes, and the method of the interval."""
     aside = ": ".join(filter(None, [window, comparison_text.NOISE]))
     for section in _build_table("Within noise", "", noise, aside=aside):
         count = count_noun(len(noise), "figure")
         yield replace(section, folded=True, summary=f"{count} within noise")
     for method in comparison_text.interval_method(c.steps):
-        yield Section("Statistics", [Paragraph(method)], folded=True, summary="statistics")
+        yield d.Section("Statistics", [d.Paragraph(method)], folded=True, summary="statistics")
 
 
 _KINDS: Final[dict[str, charts.Kind]] = {"time": "work", "idle": "idle", "host": "host"}
@@ -169,51 +156,51 @@ def _build_bars(c: Comparison) -> list[ComparedBars]:
     return [ComparedBars(sides)] if both else []
 
 
-def _build_findings(c: Comparison) -> Iterator[Block]:
+def _build_findings(c: Comparison) -> Iterator[d.Block]:
     lists = []
     for title, items in comparison_text.group_findings(c):
-        shown: list[Inline] = [
-            (first, Span("".join(f" · {part}" for part in rest), "soft"))
+        shown: list[d.Inline] = [
+            (first, d.Span("".join(f" · {part}" for part in rest), "soft"))
             for first, *rest in (
                 comparison_text.describe_finding(item, comparison_text.per_suffix(c))
                 for item in items
             )
         ]
-        lists.append(Items(shown, "∙", f"{title} ({len(items)})"))
+        lists.append(d.Items(shown, "∙", f"{title} ({len(items)})"))
     if lists:
-        yield Section("Findings", lists, short=True)
+        yield d.Section("Findings", lists, short=True)
 
 
-def _build_next_step(c: Comparison) -> Iterator[Section]:
+def _build_next_step(c: Comparison) -> Iterator[d.Section]:
     if text := comparison_text.next_fix(c):
-        yield Section("What to change next", [Paragraph(text)], short=True)
+        yield d.Section("What to change next", [d.Paragraph(text)], short=True)
 
 
-def predicted_gain(c: Comparison) -> Iterator[Section]:
+def predicted_gain(c: Comparison) -> Iterator[d.Section]:
     """Yield the predicted gain of the fixed findings, next to the measured one."""
     lines = comparison_text.describe_realised_gain(c)
     if lines:
-        yield Section("Predicted and measured gain", [Paragraph(line) for line in lines])
+        yield d.Section("Predicted and measured gain", [d.Paragraph(line) for line in lines])
 
 
 # -- the decision of a gate ---------------------------------------------------------------------
 
 
-def _build_gate(c: Comparison, decision: Decision) -> Document:
+def _build_gate(c: Comparison, decision: Decision) -> d.Document:
     """Build a gate's blocks: the answer first, then the reason."""
     passed = decision.answer == "passed"
     mark = "❌" if decision.failed else "✅" if passed else "⚠️"
     answer = comparison_text.HEADLINES[decision.answer]
-    return Document(
+    return d.Document(
         comparison_text.write_headline(c),
         [
-            Items([*decision.reasons, comparison_text.gate_sensitivity(c)], "-"),
+            d.Items([*decision.reasons, comparison_text.gate_sensitivity(c)], "-"),
             *_list_limits(c),
             _build_gate_table(c),
             *_build_gate_findings(c),
-            Section(
+            d.Section(
                 "Statistics",
-                [Items(comparison_text.gate_method(c.steps), "-")],
+                [d.Items(comparison_text.gate_method(c.steps), "-")],
                 folded=True,
                 summary="statistics and caveats",
             ),
@@ -227,7 +214,7 @@ def _build_gate(c: Comparison, decision: Decision) -> Document:
     )
 
 
-def _build_gate_table(c: Comparison) -> Grid:
+def _build_gate_table(c: Comparison) -> d.Grid:
     steps = c.steps
     change = t.format_share_change(steps.share)
     rows = [[f"step ({steps.statistic})", *comparison_text.format_step_times(steps), change]]
@@ -237,14 +224,14 @@ def _build_gate_table(c: Comparison) -> Grid:
             share = item.after / item.before - 1
         sides = format_value(item.before, item.unit), format_value(item.after, item.unit)
         rows.append([item.name, *sides, t.format_share_change(share)])
-    return Grid(["", "baseline", "this run", "difference"], rows)
+    return d.Grid(["", "baseline", "this run", "difference"], rows)
 
 
-def _build_gate_findings(c: Comparison) -> Iterator[Block]:
+def _build_gate_findings(c: Comparison) -> Iterator[d.Block]:
     for what, items in comparison_text.gate_findings(c):
-        shown: list[Inline] = [
-            (item.title, f" ({item.place})" if item.place else "", " ", Span(item.rule, "code"))
+        shown: list[d.Inline] = [
+            (item.title, f" ({item.place})" if item.place else "", " ", d.Span(item.rule, "code"))
             for item in items
         ]
         if shown:
-            yield Items(shown, "∙", f"{what.capitalize()} findings:")
+            yield d.Items(shown, "∙", f"{what.capitalize()} findings:")

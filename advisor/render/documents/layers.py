@@ -11,18 +11,7 @@ from advisor.core.report import Report
 from advisor.core.report_kernels import AttainableRate, OperatorRate
 from advisor.core.rule import Per
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
-from advisor.render.document import (
-    DEFAULT,
-    Block,
-    Document,
-    Grid,
-    Inline,
-    Items,
-    Paragraph,
-    RenderOptions,
-    Section,
-    Span,
-)
+from advisor.render import document as d
 from advisor.render.documents import memory
 
 MAX_ROWS: Final = 30
@@ -31,19 +20,19 @@ MAX_DEPTH: Final = 6
 """Maximum depth of nested modules in the tree."""
 
 
-def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
+def build(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
     """Build a tree of the ``top`` longest groups of equal modules, then the kinds of modules."""
     layers = report.layers
     held = _build_memory(report, options.top)
     if layers is None:
         what = "" if held else _explain_missing_layers(report)
-        return Document(what, held, name="layers", style="")
+        return d.Document(what, held, name="layers", style="")
     blocks = sections(layers, report.per, report.scope.steps_used, options.top)
     blocks += held if report.memory and report.memory[0].source != "trace" else []
-    return Document("", blocks, name="layers")
+    return d.Document("", blocks, name="layers")
 
 
-def _build_memory(report: Report, top: int | None) -> list[Section]:
+def _build_memory(report: Report, top: int | None) -> list[d.Section]:
     """Build the memory of the fullest device by module, from the stacks of a snapshot."""
     if not report.memory or not report.memory[0].modules:
         return []
@@ -53,31 +42,31 @@ def _build_memory(report: Report, top: int | None) -> list[Section]:
     name = f"GPU {view.device}" if view.device >= 0 else "the host"
     note = "Modules that are called from the same line are one."
     return [
-        Section(
+        d.Section(
             f"Memory of {name} by module, {when}",
-            [replace(table, title=""), Paragraph(note, "soft", indent=0)],
+            [replace(table, title=""), d.Paragraph(note, "soft", indent=0)],
         )
     ]
 
 
-def sections(layers: Layers, per: Per, steps: int, top: int | None = None) -> list[Section]:
+def sections(layers: Layers, per: Per, steps: int, top: int | None = None) -> list[d.Section]:
     """Build the tree, the kinds, and modules that take longer than equal ones. ``steps``: number of
     measured steps."""
     most = MAX_ROWS if top is None else top
     what = "GPU time" if layers.on_device else "Host time of operators"
     outliers = [_describe_outlier(each, steps) for each in layers.outliers]
     blocks = [
-        Section(f"{what} by layer, {t.format_per(per)}", _build_tree(layers, most)),
-        Section(
+        d.Section(f"{what} by layer, {t.format_per(per)}", _build_tree(layers, most)),
+        d.Section(
             "By kind of module", [_build_kinds(layers, most)], "own: outside the modules inside it"
         ),
     ]
     if outliers:
-        blocks.append(Section("Longer than their equals", [Items(outliers, "∙")]))
+        blocks.append(d.Section("Longer than their equals", [d.Items(outliers, "∙")]))
     return blocks
 
 
-def _build_tree(layers: Layers, limit: int) -> list[Block]:
+def _build_tree(layers: Layers, limit: int) -> list[d.Block]:
     depth: list[int] = []
     for layer in layers.layers:
         depth.append(0 if layer.parent is None else depth[layer.parent] + 1)
@@ -87,7 +76,7 @@ def _build_tree(layers: Layers, limit: int) -> list[Block]:
     rows.append(_build_outside_row(layers))
     columns = range(len(_HEAD))
     kept = [n for n in columns if n < _FIXED or any(row[n] != t.EMPTY_CELL for row in rows)]
-    table = Grid(
+    table = d.Grid(
         [_HEAD[n] for n in kept],
         [[row[n] for n in kept] for row in rows],
         optional=[kept.index(n) for n in (_FLOPS, _BYTES, _BYTES_PER_S) if n in kept],
@@ -99,7 +88,7 @@ def _build_tree(layers: Layers, limit: int) -> list[Block]:
     hidden = len(depth) - len(shown) + layers.more
     if hidden:
         notes.append(f"{t.count_noun(hidden, 'smaller or deeper group')} not shown.")
-    return [table, Paragraph(" ".join(notes), "soft", indent=0)]
+    return [table, d.Paragraph(" ".join(notes), "soft", indent=0)]
 
 
 _HEAD: Final = (
@@ -108,7 +97,7 @@ _HEAD: Final = (
 _FIXED, _FLOPS, _BYTES, _BYTES_PER_S = 4, 4, 5, 7
 
 
-def _build_row(layer: Layer, depth: int) -> list[Inline]:
+def _build_row(layer: Layer, depth: int) -> list[d.Inline]:
     name = "  " * depth + layer.name
     if layer.modules > 1 and "–" not in layer.name:
         name += f" ×{layer.modules}"
@@ -127,11 +116,11 @@ def _format_rate(per_second: float | None, unit: float) -> str:
     return "<0.01" if per_second < 0.01 * unit else t.format_number(per_second / unit)
 
 
-def _build_outside_row(layers: Layers) -> list[Inline]:
+def _build_outside_row(layers: Layers) -> list[d.Inline]:
     share = layers.outside_ns / layers.total_ns if layers.total_ns else 0.0
     cells = [t.format_duration(layers.outside_ns), t.format_share(share)]
     rest = [t.EMPTY_CELL] * (len(_HEAD) - 2 - len(cells))
-    return [Span("in no module", "soft"), t.EMPTY_CELL, *cells, *rest]
+    return [d.Span("in no module", "soft"), t.EMPTY_CELL, *cells, *rest]
 
 
 def _format_flops(flops: float) -> str:
@@ -150,8 +139,8 @@ def _explain_memory(layers: Layers) -> str:
     return f"kept: memory that the calls allocate and do not release{most}."
 
 
-def _build_kinds(layers: Layers, limit: int) -> Grid:
-    rows: list[list[Inline]] = [
+def _build_kinds(layers: Layers, limit: int) -> d.Grid:
+    rows: list[list[d.Inline]] = [
         [
             row.kind,
             t.format_count(row.modules),
@@ -166,7 +155,7 @@ def _build_kinds(layers: Layers, limit: int) -> Grid:
     ]
     head = ["kind", "modules", "calls", "time", "own time", "own share", "kept", "peak"]
     known = len(head) if any(row.kept_bytes is not None for row in layers.kinds) else -2
-    return Grid(head[:known], [row[:known] for row in rows], optional=[1])
+    return d.Grid(head[:known], [row[:known] for row in rows], optional=[1])
 
 
 def _describe_outlier(outlier: LayerOutlier, steps: int) -> str:
@@ -203,22 +192,22 @@ _LEGEND: Final = (
 )
 
 
-def build_operators(report: Report, options: RenderOptions = DEFAULT) -> Document:
+def build_operators(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
     """Build a table of ``top`` operators, each with its shapes below it."""
     result = report.rooflines
     rows = result[: MAX_OPERATORS if options.top is None else options.top]
     if not rows:
         text = "No kernels were recorded: what operators attain is not measured."
-        return Document(text, [], name="operators", style="")
+        return d.Document(text, [], name="operators", style="")
     shown = "all" if len(rows) == len(result) else f"the {len(rows)} longest"
     below = [f"{row.dtype or ''} {row.shapes or 'shapes not recorded'}".strip() for row in rows]
-    table = Grid(_COLUMNS, [_build_cells(row) for row in rows], below=below)
-    notes = [Paragraph(line, "soft", indent=0) for line in _list_notes(report, rows)]
+    table = d.Grid(_COLUMNS, [_build_cells(row) for row in rows], below=below)
+    notes = [d.Paragraph(line, "soft", indent=0) for line in _list_notes(report, rows)]
     title = f"Operators by shape, {shown}, {t.format_per(report.per)}"
-    return Document("", [Section(title, [table, *notes])], name="operators")
+    return d.Document("", [d.Section(title, [table, *notes])], name="operators")
 
 
-def _build_cells(row: OperatorRate) -> list[Inline]:
+def _build_cells(row: OperatorRate) -> list[d.Inline]:
     reached, attains = _get_rates(row)
     low = row.efficiency is not None and row.efficiency < 0.5
     cells = [
@@ -230,7 +219,7 @@ def _build_cells(row: OperatorRate) -> list[Inline]:
         t.format_cell(row.saved_ns, lambda ns: t.format_duration(ns) if ns else "0"),
         t.EMPTY_CELL if row.bound == "unknown" else row.bound,
     ]
-    return [row.name or row.kernel, *(Span(cell, "warn" if low else "") for cell in cells)]
+    return [row.name or row.kernel, *(d.Span(cell, "warn" if low else "") for cell in cells)]
 
 
 def _get_rates(row: OperatorRate) -> tuple[str, str]:

@@ -11,17 +11,7 @@ from advisor.core import text as t
 from advisor.core.memory_changes import advise_change
 from advisor.core.report import Report
 from advisor.core.report_memory import MemoryHolder, MemorySample, MemoryView, ModuleMemory
-from advisor.render.document import (
-    Block,
-    Code,
-    FieldList,
-    Grid,
-    Items,
-    Paragraph,
-    Section,
-    TextField,
-    plain_text,
-)
+from advisor.render import document as d
 from advisor.render.figures import Sizes
 
 MAX_ROWS: Final = 25
@@ -45,20 +35,20 @@ class DeviceMemory(NamedTuple):
     aside: str
     lines: list[tuple[str, list[str]]]
     """Lines: labels with their parts."""
-    tables: list[Grid]
+    tables: list[d.Grid]
     """Tables, the most important ones first."""
 
 
-def sections(report: Report) -> list[Block]:
+def sections(report: Report) -> list[d.Block]:
     """Build the sections on what held each device's memory, and on the allocator's layout."""
-    blocks: list[Block] = [*_compare_ranks(report.memory_ranks)]
+    blocks: list[d.Block] = [*_compare_ranks(report.memory_ranks)]
     similar = [view for view in report.memory[1:] if _is_similar(view, report.memory[0])]
     for device, view in zip(describe_devices(report), report.memory, strict=False):
         if view in similar or (view.source == "trace" and _is_useless(view, report)):
             continue
-        fields = FieldList(
+        fields = d.FieldList(
             [
-                TextField(
+                d.TextField(
                     label,
                     parts,
                     detail=label == _BASIS,
@@ -68,31 +58,31 @@ def sections(report: Report) -> list[Block]:
                 for label, parts in device.lines
             ]
         )
-        first: list[Block] = [_build_sizes(view)]
+        first: list[d.Block] = [_build_sizes(view)]
         tables = [each for each in device.tables if not _is_folded(each)]
         first += tables
         if any(str(row[0]).startswith(NO_LINE) for each in tables for row in each.rows):
             why = "made before the history began, or by autograd's own thread"
             why = why if view.events else "the snapshot has no history of allocations"
-            first.insert(2, Paragraph(f"'{NO_LINE}': {why}.", "soft", spare=1))
-        rest: list[Block] = [each for each in device.tables if _is_folded(each)]
+            first.insert(2, d.Paragraph(f"'{NO_LINE}': {why}.", "soft", spare=1))
+        rest: list[d.Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
             first += _advised_savings(view, report)
-            rest.append(Items(assumptions(view), title="What these savings assume"))
+            rest.append(d.Items(assumptions(view), title="What these savings assume"))
         if view is report.memory[0] and similar:
             which = t.count_noun(len(similar), "more GPU")
-            first.append(Paragraph(f"{which} held as much of the same, within 1%.", "soft"))
+            first.append(d.Paragraph(f"{which} held as much of the same, within 1%.", "soft"))
         if view.source == "trace":
             counted = "" if view is not report.memory[0] else "what held the memory at its peak"
-            body: list[Block] = [fields, *first, *rest]
-            blocks.append(Section(device.title, body, device.aside, folded=True, summary=counted))
+            body: list[d.Block] = [fields, *first, *rest]
+            blocks.append(d.Section(device.title, body, device.aside, folded=True, summary=counted))
             continue
-        blocks.append(Section(device.title, [fields, *first], device.aside))
+        blocks.append(d.Section(device.title, [fields, *first], device.aside))
         if rest:
             more = "modules, " if view.modules else ""
             counted = f"{more}allocations per step, segments and what savings assume"
             title = f"{device.title}: details"
-            blocks.append(Section(title, rest, folded=True, summary=counted))
+            blocks.append(d.Section(title, rest, folded=True, summary=counted))
     return blocks
 
 
@@ -133,11 +123,11 @@ def _is_useless(view: MemoryView, report: Report) -> bool:
     return unknown or max(view.allocated, report.memory_peak_bytes or 0) < least
 
 
-def _is_folded(table: Grid) -> bool:
+def _is_folded(table: d.Grid) -> bool:
     return table.title.startswith(_FOLDED)
 
 
-def _advised_savings(view: MemoryView, report: Report) -> list[Block]:
+def _advised_savings(view: MemoryView, report: Report) -> list[d.Block]:
     """Explain the cheapest change, or the cheapest sufficient one for a failed request. If memory
     is not short yet, also explain the one that frees most. If each step leaves tensors behind,
     explain the change to that line, as memory would run out otherwise. Code of a finding is not
@@ -149,7 +139,7 @@ def _advised_savings(view: MemoryView, report: Report) -> list[Block]:
     advised = [("first", (leaks or enough or view.savings)[0])]
     if view.request is None and not leaks and (large := large_savings(view)):
         advised += [("more", large[1])] if large[1] is not advised[0][1] else []
-    blocks: list[Block] = []
+    blocks: list[d.Block] = []
     for label, saving in advised:
         text, code = advise_change(saving.change, view.trains)
         if leaks and saving.change == "references":
@@ -157,8 +147,8 @@ def _advised_savings(view: MemoryView, report: Report) -> list[Block]:
         if saving.file is not None:
             text += f": {shorten(saving.file)}:{saving.line}"
         if not code or not any(code.strip() in risk.code for risk in report.risks):
-            blocks.append(FieldList([TextField(label, [text], "strong")]))
-            blocks += [Code(code, indent=2)] if code else []
+            blocks.append(d.FieldList([d.TextField(label, [text], "strong")]))
+            blocks += [d.Code(code, indent=2)] if code else []
     return blocks
 
 
@@ -172,7 +162,7 @@ def _is_similar(view: MemoryView, first: MemoryView) -> bool:
     )
 
 
-def _compare_ranks(samples: list[MemorySample]) -> list[Block]:
+def _compare_ranks(samples: list[MemorySample]) -> list[d.Block]:
     """Compare the ranks: which hold more than most, and in which category."""
     if not samples:
         return []
@@ -187,7 +177,7 @@ def _compare_ranks(samples: list[MemorySample]) -> list[Block]:
              _find_difference(each, samples) if far else ""]
         )  # fmt: skip
     head = ["rank", "in tensors", "reserved", "over the median", "most of it"]
-    return [Section("Memory by rank", [Grid(head, rows, align="<>>><")], "each at its peak")]
+    return [d.Section("Memory by rank", [d.Grid(head, rows, align="<>>><")], "each at its peak")]
 
 
 def _find_difference(own: MemorySample, samples: list[MemorySample]) -> str:
@@ -255,7 +245,7 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
     )
 
 
-def _build_tables(view: MemoryView, rows: int, moment: str) -> list[Grid]:
+def _build_tables(view: MemoryView, rows: int, moment: str) -> list[d.Grid]:
     """Return a device's tables, most important first."""
     freed = "where memory ran out" if view.at == "out of memory" else "of the peak"
     return [
@@ -325,12 +315,12 @@ def _build_table(
     limit: int,
     align: str = "",
     shown: Sequence[int] = (),
-) -> Grid:
+) -> d.Grid:
     """Return a table. ``shown``: the rows that a terminal shows."""
     rows = rows[:limit]
     if shown:
-        return Grid(head, rows, title, align=align, short=[rows[n] for n in shown if n < limit])
-    return Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=MIN_SHORT)
+        return d.Grid(head, rows, title, align=align, short=[rows[n] for n in shown if n < limit])
+    return d.Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=MIN_SHORT)
 
 
 def _list_named(view: MemoryView) -> list[int]:
@@ -357,7 +347,7 @@ def _build_churn(view: MemoryView) -> list[list[str]]:
     )
 
 
-def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> Grid:
+def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> d.Grid:
     """Build the ``limit`` largest modules as a tree, and memory allocated outside them."""
     depth: list[int] = []
     for each in view.modules:
@@ -380,7 +370,7 @@ def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> Grid:
         rows.append(row("in no module", rest, rest, t.EMPTY_CELL))
     head = ["module", "bytes", "own", "share", "blocks"]
     title = f"{_MODULES}, {moment}" if moment else _MODULES
-    return Grid(head, rows, title, short=rows)
+    return d.Grid(head, rows, title, short=rows)
 
 
 def _module_name(each: ModuleMemory) -> str:
@@ -474,9 +464,9 @@ def sentences(device: DeviceMemory) -> list[str]:
     for table in device.tables:
         result.append(f"{table.title}:")
         for row in table.rows:
-            cells = zip(table.head[1:], map(plain_text, row[1:]), strict=True)
+            cells = zip(table.head[1:], map(d.plain_text, row[1:]), strict=True)
             result.append(
-                f"- {plain_text(row[0])}: {', '.join(f'{head} {cell}' for head, cell in cells)}"
+                f"- {d.plain_text(row[0])}: {', '.join(f'{head} {cell}' for head, cell in cells)}"
             )
     return result
 

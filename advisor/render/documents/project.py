@@ -16,16 +16,7 @@ from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.memory_changes import advise_change
 from advisor.core.prices import format_money
-from advisor.render.document import (
-    Block,
-    Code,
-    Document,
-    FieldList,
-    Grid,
-    Items,
-    Paragraph,
-    TextField,
-)
+from advisor.render import document as d
 from advisor.render.documents.whatif import notes
 from advisor.replay.project.project import (
     RESTS_ON,
@@ -51,20 +42,20 @@ def build(
     remarks: Sequence[str],
     currency: str,
     epoch: float | None,
-) -> Document:
+) -> d.Document:
     """Build the step on each GPU. For a single GPU, also build its parts."""
     a = projector.a
     per = "of the recording" if a.per == "recording" else "per step"
     paid = any(choice.price is not None for choice in found)
     fields = [
-        TextField(
+        d.TextField(
             "measured", [f"{t.format_duration(a.step_ns)} {per}", projector.recorded_gpu.name]
         )
     ]
-    blocks: list[Block] = [_build_choices(found, currency, epoch, paid=paid)]
+    blocks: list[d.Block] = [_build_choices(found, currency, epoch, paid=paid)]
     if len(found) == 1:
         p, record = found[0].projection, how_to_record("profile_memory=True", a.trace.meta)
-        fields.append(TextField("memory", _describe_memory(p.fit, record)))
+        fields.append(d.TextField("memory", _describe_memory(p.fit, record)))
         blocks += _build_parts(p)
     remarks = [*remarks]
     if epoch is not None and paid:
@@ -81,8 +72,8 @@ def build(
     if projector.same_host:
         host = "host time is taken as measured (--same-host)"
     remarks += [f"{RESTS_ON}; {host}"]
-    blocks = [FieldList(fields, indent=0), *blocks, notes(remarks)]
-    return Document(_write_headline(found, per), blocks, name="project")
+    blocks = [d.FieldList(fields, indent=0), *blocks, notes(remarks)]
+    return d.Document(_write_headline(found, per), blocks, name="project")
 
 
 def _merge_notes(found: tuple[TargetGpu, ...]) -> list[str]:
@@ -119,7 +110,7 @@ MIN_EQUAL = 8
 
 def _build_choices(
     found: tuple[TargetGpu, ...], currency: str, epoch: float | None, *, paid: bool
-) -> Grid:
+) -> d.Grid:
     """Build a table with one row per GPU, and its cost if there are prices. Many GPUs with the same
     figures share a row."""
     equal: dict[tuple[str, ...], list[str]] = {}
@@ -141,14 +132,14 @@ def _build_choices(
     head = ["GPU", "step", "range", "speed", *([what] if paid else []), "memory"]
     optional = (len(head) - 1,) if paid else ()
     align = "l" + "r" * (len(head) - 2) + "l"
-    return Grid(head, rows, "The step there", align, optional=optional)
+    return d.Grid(head, rows, "The step there", align, optional=optional)
 
 
 def _format_speedup(ratio: float) -> str:
     return f"{ratio:.2f}×" if ratio < 100 else f"{ratio:.0f}×"
 
 
-def _build_parts(p: Projection) -> list[Block]:
+def _build_parts(p: Projection) -> list[d.Block]:
     """Build a table of device work by its limit, on both GPUs."""
     if p.refused:
         return []
@@ -156,7 +147,7 @@ def _build_parts(p: Projection) -> list[Block]:
         [LIMITS[part.kind], t.format_duration(part.ns), t.format_duration(part.then_ns)]
         for part in p.parts
     ]
-    return [Grid(["limit", "here", "there"], rows, "Device work by what limits it")]
+    return [d.Grid(["limit", "here", "there"], rows, "Device work by what limits it")]
 
 
 def _describe_memory(fit: ProjectedMemory, record: str) -> list[str]:
@@ -173,7 +164,7 @@ def _describe_memory(fit: ProjectedMemory, record: str) -> list[str]:
 
 def build_splits(
     measured: str, step_ns: float, rows: Sequence[Split], remarks: Sequence[str], currency: str
-) -> Document:
+) -> d.Document:
     """Build splits of the job over other numbers of GPUs. ``measured``: the recorded mesh."""
     able = [row for row in rows if row.step_ns is not None]
     cells = [
@@ -191,11 +182,13 @@ def build_splits(
     head = ["mesh", "GPUs", "step", "range", "exposed", "speed", "cost"]
     refused = [f"{row.mesh} on {row.gpus:,} GPUs: {row.refused}." for row in rows
                if row.step_ns is None]  # fmt: skip
-    blocks: list[Block] = [Grid(head, cells, "Splits of the job", optional=(6,))] if cells else []
-    blocks += [Items(refused, "∙", "Not projected")] if refused else []
+    blocks: list[d.Block] = (
+        [d.Grid(head, cells, "Splits of the job", optional=(6,))] if cells else []
+    )
+    blocks += [d.Items(refused, "∙", "Not projected")] if refused else []
     blocks.append(notes(remarks))
     recorded = f"Recorded: {measured}, {t.format_duration(step_ns)} per step."
-    return Document(recorded, blocks, name="splits")
+    return d.Document(recorded, blocks, name="splits")
 
 
 MAX_LAYERS = 12
@@ -203,7 +196,7 @@ SIMILAR_LAYER_SHARE = 0.05
 """Maximum relative difference of layers in one row of a table."""
 
 
-def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Document:
+def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> d.Document:
     """Build the document of a fit. ``gpu``, ``batch``: as requested, or empty. ``request``: bytes
     of the failed request, which the peak includes, or 0."""
     name = gpu or t.format_bytes(fit.capacity)
@@ -214,20 +207,23 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
         rest.insert(0, f"up to {t.format_bytes(kept)} for the driver")
     failed = f", the request of {t.format_bytes(request)} that failed included" if request else ""
     fields = [
-        TextField("needs", [f"{t.format_bytes(fit.peak)} in tensors{failed}",
+        d.TextField("needs", [f"{t.format_bytes(fit.peak)} in tensors{failed}",
                             f"{t.format_bytes(fit.reserved)} reserved", batch]),
-        TextField("there is", [t.format_bytes(fit.capacity), *rest]),
+        d.TextField("there is", [t.format_bytes(fit.capacity), *rest]),
     ]  # fmt: skip
     if fit.phases is not None:
-        fields.append(TextField("step", _describe_phases(fit)))
-    blocks: list[Block] = [FieldList(fields)]
+        fields.append(d.TextField("step", _describe_phases(fit)))
+    blocks: list[d.Block] = [d.FieldList(fields)]
     if fit.chosen:
         known = all(way.ns is not None for way in fit.chosen)
         title = "Changes that add least time" if known else "Changes with which it fits"
         blocks.append(_fit_table(title, fit.chosen))
         for way in fit.chosen:
             text, code = advise_change(way.change.name, fit.trains)
-            blocks += [Paragraph(f"{text}{_name_place(way)}: {way.change.assumes}."), Code(code)]
+            blocks += [
+                d.Paragraph(f"{text}{_name_place(way)}: {way.change.assumes}."),
+                d.Code(code),
+            ]
     blocks += [_build_layers(way.layers) for way in fit.candidates if way.layers]
     names = {way.change.name for way in fit.chosen}
     least = MIN_FREED_SHARE * fit.peak
@@ -242,23 +238,23 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> Docu
             f"Times that need a trace are unknown{rated}. Give a trace and "
             "--memory-snapshot SNAPSHOT."
         )
-        blocks.append(Paragraph(text, indent=0))
+        blocks.append(d.Paragraph(text, indent=0))
     status = "bad" if not fit.fits else "limited" if fit.barely else "healthy"
-    return Document(_write_fit_headline(fit, name), blocks, name="fit", status=status)
+    return d.Document(_write_fit_headline(fit, name), blocks, name="fit", status=status)
 
 
 MIN_FREED_SHARE: Final = 0.01
 """Minimum share of the peak that a listed change frees."""
 
 
-def _fit_table(title: str, ways: list[CostedChange]) -> Grid:
+def _fit_table(title: str, ways: list[CostedChange]) -> d.Grid:
     head = ["change", "frees", "adds per step"]
-    return Grid(
+    return d.Grid(
         head, [_build_row(way) for way in ways], title, below=[way.cost_reason for way in ways]
     )
 
 
-def _build_layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
+def _build_layers(layers: tuple[RepeatedLayer, ...]) -> d.Grid:
     """Build a table of the bytes and the cost of each layer. Equal adjacent layers share a row."""
     rows: list[list[str]] = []
     start = 0
@@ -271,7 +267,7 @@ def _build_layers(layers: tuple[RepeatedLayer, ...]) -> Grid:
         start = number
     head = ["call", "frees at the peak", "forward again"]
     more = t.count_noun(len(rows) - MAX_LAYERS, "more row")
-    return Grid(head, rows, "Checkpointing, by layer", short=rows[:MAX_LAYERS],
+    return d.Grid(head, rows, "Checkpointing, by layer", short=rows[:MAX_LAYERS],
                 omitted_note=f"{more}: --format json has all")  # fmt: skip
 
 

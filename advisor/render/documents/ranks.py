@@ -11,17 +11,7 @@ from advisor.core import text as t
 from advisor.core.layers import MeshAxis
 from advisor.core.ranks import FEW_RANKS, Ranks, format_ranks
 from advisor.core.report import Report
-from advisor.render.document import (
-    DEFAULT,
-    Block,
-    Document,
-    Grid,
-    Inline,
-    Items,
-    Paragraph,
-    RenderOptions,
-    Section,
-)
+from advisor.render import document as d
 from advisor.render.figures import Histogram, RankMap
 
 MAX_GROUPS: Final = 6
@@ -32,15 +22,15 @@ MAX_TEXT: Final = 400
 """Maximum length of a reason, characters."""
 
 
-def build_mesh(report: Report, options: RenderOptions = DEFAULT) -> Document:
+def build_mesh(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
     """Build the document of ``advisor analyze --by mesh``."""
     del options
     blocks = list(build_mesh_sections(report, of_one=True))
     lead = "" if blocks else "No collectives of a GPU were recorded."
-    return Document(lead, blocks, name="mesh", style="")
+    return d.Document(lead, blocks, name="mesh", style="")
 
 
-def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Section]:
+def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[d.Section]:
     """Yield communication by axis of the device mesh. ``of_one``: also for a single axis."""
     if len(report.mesh) <= (0 if of_one else 1):
         return
@@ -48,12 +38,12 @@ def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Sec
     columns = zip("lllrrrrr", *table, strict=True)
     known = [each for each in columns if {*each[2:]} != {t.EMPTY_CELL} or each[1] == "ranks"]
     align, head, *rows = zip(*known, strict=True)
-    yield Section(
+    yield d.Section(
         "Communication by axis of the mesh",
         [
-            Grid(head, [[*row] for row in rows], align="".join(align), optional=[2, 1]),
-            Items([*_describe_pipelines(report), *_describe_links(report)]),
-            Paragraph(" ".join(_list_mesh_notes(report)), "soft", indent=0, spare=1),
+            d.Grid(head, [[*row] for row in rows], align="".join(align), optional=[2, 1]),
+            d.Items([*_describe_pipelines(report), *_describe_links(report)]),
+            d.Paragraph(" ".join(_list_mesh_notes(report)), "soft", indent=0, spare=1),
         ],
         t.format_per(report.per),
         spare=2,
@@ -63,7 +53,7 @@ def build_mesh_sections(report: Report, *, of_one: bool = False) -> Iterator[Sec
 MESH_HEAD: Final = ("axis", "ranks", "collectives", "bytes", "time", "waiting", "exposed", "GB/s")
 
 
-def _name_axis(axis: MeshAxis) -> list[Inline]:
+def _name_axis(axis: MeshAxis) -> list[d.Inline]:
     total = sum(axis.collectives.values()) or 1
     kinds = [
         f"{t.format_number(axis.calls * count / total)} {name.replace('_', '-')}"
@@ -152,12 +142,12 @@ MIN_SLOWDOWN = 0.25
 steps."""
 
 
-def sections(ranks: Ranks) -> Iterator[Block]:
+def sections(ranks: Ranks) -> Iterator[d.Block]:
     """Yield details beyond the table of ranks. For few ranks, only the map and lists."""
     many = len(ranks.lines) > FEW_RANKS
     if many and len(bins := rank_charts.build_histogram(ranks)) > 1:
         figure = Histogram(("mean step", "ranks"), [(each.label, each.ranks) for each in bins])
-        yield Section("The ranks' steps", [figure])
+        yield d.Section("The ranks' steps", [figure])
     yield from _build_map(ranks)
     if many:
         yield from build_rank_groups(ranks)
@@ -165,7 +155,7 @@ def sections(ranks: Ranks) -> Iterator[Block]:
         yield _build_list(title, lines)
 
 
-def build_what_if(report: Report) -> Iterator[Section]:
+def build_what_if(report: Report) -> Iterator[d.Section]:
     """Yield changes of the job that are not the fix of a finding, with their gains."""
     step = report.step
     slowdown = 0.0 if step is None else step.window_excess or 0.0
@@ -176,11 +166,13 @@ def build_what_if(report: Report) -> Iterator[Section]:
         yield replace(_build_list("What if", changes, aside), spare=1)
 
 
-def _build_list(title: str, lines: list[str], aside: str = "") -> Section:
-    return Section(title, [Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")], aside)
+def _build_list(title: str, lines: list[str], aside: str = "") -> d.Section:
+    return d.Section(
+        title, [d.Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")], aside
+    )
 
 
-def _build_map(ranks: Ranks) -> Iterator[Block]:
+def _build_map(ranks: Ranks) -> Iterator[d.Block]:
     shown = rank_charts.build_heat_map(ranks)
     if shown is None:
         return
@@ -201,13 +193,13 @@ def _build_map(ranks: Ranks) -> Iterator[Block]:
         lambda column, row: shown.title(shown.lines[column], row),
         shown.is_effect,
         t.format_duration(shown.scale_ns),
-        Grid(["rank", "step", *names], rows),
+        d.Grid(["rank", "step", *names], rows),
         shown.note,
     )
-    yield Section("Ranks × classes of time", [figure], "compared with the median rank")
+    yield d.Section("Ranks × classes of time", [figure], "compared with the median rank")
 
 
-def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
+def build_rank_groups(ranks: Ranks) -> Iterator[d.Section]:
     """Yield groups of similar ranks, the largest first."""
     if not ranks.clusters:
         return
@@ -227,7 +219,7 @@ def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
     ]
     head = ["group", "ranks", "how many", "step", *map(rank_charts.class_label, ranks.classes)]
     smallest = sorted(ranks.classes, key=lambda name: total[name])
-    table = Grid(
+    table = d.Grid(
         head,
         rows,
         align="ll" + "r" * (len(head) - 2),
@@ -235,4 +227,4 @@ def build_rank_groups(ranks: Ranks) -> Iterator[Section]:
         omitted_note=f"{t.count_noun(len(rows) - MAX_GROUPS, 'more group')}: --format json has all",
         optional=[1, *(4 + ranks.classes.index(name) for name in smallest)],
     )
-    yield Section("Groups of similar ranks", [table], "median per step")
+    yield d.Section("Groups of similar ranks", [table], "median per step")

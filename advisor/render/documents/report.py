@@ -9,25 +9,7 @@ from advisor.core import text as t
 from advisor.core.finding import Finding, MissingData
 from advisor.core.report import Report
 from advisor.core.rule import Evidence
-from advisor.render.document import (
-    DEFAULT,
-    Block,
-    Card,
-    Code,
-    Document,
-    EvidenceList,
-    EvidenceRow,
-    FieldList,
-    Grid,
-    Inline,
-    Items,
-    Paragraph,
-    RenderOptions,
-    Section,
-    Span,
-    TextField,
-    Tiles,
-)
+from advisor.render import document as d
 from advisor.render.documents import auxiliary_sections, inference, memory, ranks
 from advisor.render.figures import Bar, FixSequenceFigure, StepTimeline
 
@@ -51,7 +33,7 @@ _MIN_PARTS: Final = {"trace": 4, "host": 2, "path": 1, "window": 4, "GPU": 3, "o
 """Minimum number of parts of a line then, or one less on the fullest page."""
 
 
-def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
+def build(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
     """Build the document. ``options`` may contain the measurements for a timeline. Folded sections
     come after the fixes."""
     context = [
@@ -65,13 +47,13 @@ def build(report: Report, options: RenderOptions = DEFAULT) -> Document:
         *auxiliary_sections.build_network_path(report.network),
     ]
     ranked = finding_text.ranked_findings(report)
-    on_demand = [block for block in context if isinstance(block, Section) and block.folded]
-    return Document(
+    on_demand = [block for block in context if isinstance(block, d.Section) and block.folded]
+    return d.Document(
         report.verdict,
         [
-            FieldList(
+            d.FieldList(
                 [
-                    TextField(
+                    d.TextField(
                         label,
                         parts,
                         spare=_SPARE.get(label, 0),
@@ -108,19 +90,19 @@ def _count_kept(label: str, parts: Sequence[str]) -> int | None:
     return len(parts) if has_rate else _MIN_PARTS.get(label)
 
 
-def _build_tiles(report: Report) -> Iterator[Block]:
+def _build_tiles(report: Report) -> Iterator[d.Block]:
     """Build the figures of merit, for a page."""
     if report.scope.has_no_step_time:
         return
-    yield Tiles(report_text.figures_of_merit(report))
+    yield d.Tiles(report_text.figures_of_merit(report))
 
 
-def _build_time(report: Report, options: RenderOptions) -> Iterator[Block]:
+def _build_time(report: Report, options: d.RenderOptions) -> Iterator[d.Block]:
     bar = report_charts.build_step_bar(report)
     if bar is None:
         return
     rows = [
-        TextField(
+        d.TextField(
             label,
             parts,
             detail=label not in _SHORT_FIGURES,
@@ -131,10 +113,10 @@ def _build_time(report: Report, options: RenderOptions) -> Iterator[Block]:
         for label, parts in report_text.headline_numbers(report)
     ]
     drawn = Bar(bar, _build_timeline(report, options))
-    yield Section(bar.title, [drawn, FieldList(rows)], bar.aside, short=True)
+    yield d.Section(bar.title, [drawn, d.FieldList(rows)], bar.aside, short=True)
 
 
-def _build_timeline(report: Report, options: RenderOptions) -> StepTimeline | None:
+def _build_timeline(report: Report, options: d.RenderOptions) -> StepTimeline | None:
     """Return one step with one lane per stream, or ``None`` without ``options.analysis``."""
     if options.analysis is None:
         return None
@@ -152,26 +134,26 @@ def _build_timeline(report: Report, options: RenderOptions) -> StepTimeline | No
     return StepTimeline(title, shown, report.scope.framework, t.format_of(report.per), outside)
 
 
-def _build_ranks(report: Report) -> Iterator[Block]:
+def _build_ranks(report: Report) -> Iterator[d.Block]:
     differs = report.step is not None and report.step.window_differs
     table, short = (
         report_charts.build_rank_table(report),
         report_charts.build_rank_table(report, MAX_RANKS),
     )
     if table is not None and short is not None:
-        shown = Grid(
+        shown = d.Grid(
             table.head,
             [row.cells for row in table.rows],
             align="r" * len(table.head),
             short=[row.cells for row in short.rows],
             omitted_note=short.more,
         )
-        notes = [Paragraph(table.more, "soft")] if table.more else []
-        notes += [Paragraph(table.note, "soft", spare=1)] if table.note else []
+        notes = [d.Paragraph(table.more, "soft")] if table.more else []
+        notes += [d.Paragraph(table.note, "soft", spare=1)] if table.note else []
         per = "per profiled step" if differs else t.format_per(report.per)
         aside = f"{table.total} recorded, times {per}"
         aside += "; comes last: of collectives" * ("comes last" in table.head)
-        yield Section("Ranks", [shown, *notes], aside)
+        yield d.Section("Ranks", [shown, *notes], aside)
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections
 
@@ -181,37 +163,41 @@ def _build_ranks(report: Report) -> Iterator[Block]:
 # -- what to do ---------------------------------------------------------------------------------
 
 
-def _build_findings(report: Report, width: int) -> Iterator[Block]:
+def _build_findings(report: Report, width: int) -> Iterator[d.Block]:
     ranked = finding_text.ranked_findings(report)
     if ranked:
         outlook = report_text.describe_all_fixes(report)
         spare = 5 if report_text.format_speedup(report) in report.verdict else 0
-        lead: list[Block] = [Paragraph(outlook, "soft", spare=spare)] if outlook else []
+        lead: list[d.Block] = [d.Paragraph(outlook, "soft", spare=spare)] if outlook else []
         shared = finding_text.shared_caveats(ranked)
         if shared:
-            caveats = TextField("caveats", [f"of several fixes: {'; '.join(shared)}"], detail=True)
-            lead.append(FieldList([caveats]))
+            caveats = d.TextField(
+                "caveats", [f"of several fixes: {'; '.join(shared)}"], detail=True
+            )
+            lead.append(d.FieldList([caveats]))
         result = [_build_card(report, finding, width, shared) for finding in ranked]
         each = "gain per step" if report.per == "step" else "gain"
         each += ", of each fix alone" * report_text.gains_overlap(report)
         title = "What to change" if finding_text.has_large_gain(report) else "Small gains"
-        yield Section(title, [*lead, *result], each)
+        yield d.Section(title, [*lead, *result], each)
     fix_sequence = report_charts.build_fix_sequence(report)
     if fix_sequence is not None and len(fix_sequence.fixes) > 1:
         title = "Step time after each fix"
-        yield Section(title, [FixSequenceFigure(fix_sequence)], detail=True, summary=title.lower())
+        yield d.Section(
+            title, [FixSequenceFigure(fix_sequence)], detail=True, summary=title.lower()
+        )
     if report.risks:
         cards = [_build_card(report, finding, width, fix=not ranked) for finding in report.risks]
         lost = any(each.impact is not None and bool(each.impact.gain_ns) for each in report.risks)
         title = "Risks, and time lost over the run" if lost else "Memory and risks"
         counted = t.count_noun(len(cards), "risk")
         grave = not ranked or any(each.severity == "critical" for each in report.risks)
-        yield Section(title, cards, summary=counted, spare=0 if grave else 4)
+        yield d.Section(title, cards, summary=counted, spare=0 if grave else 4)
 
 
 def _build_card(
     report: Report, finding: Finding, width: int, shared: Sequence[str] = (), *, fix: bool = True
-) -> Card:
+) -> d.Card:
     """Build a finding's card: what, gain, where, why, how, with evidence and caveats on demand.
     ``shared``: caveats shown above all cards."""
     notes = finding_text.gain_conditions(finding, report)
@@ -223,7 +209,7 @@ def _build_card(
     is_quoted = impact is not None and bool(impact.reason) and impact.reason in report.verdict
     fields = [
         *(
-            TextField(
+            d.TextField(
                 "" if number else "note",
                 [note],
                 "warn",
@@ -233,12 +219,12 @@ def _build_card(
             for number, note in enumerate(notes)
         ),
         *_list_places(report, finding, width),
-        TextField("why", [finding.summary], prose=True, quoted=is_quoted),
-        TextField("fix", [finding.fix], "strong", prose=True, spare=0 if fix else 2),
+        d.TextField("why", [finding.summary], prose=True, quoted=is_quoted),
+        d.TextField("fix", [finding.fix], "strong", prose=True, spare=0 if fix else 2),
     ]
     # a command that the verdict gives is not repeated
     has_code = bool(finding.code) and finding.code not in report.verdict
-    code: list[Block] = [Code(finding.code)] if has_code else []
+    code: list[d.Block] = [d.Code(finding.code)] if has_code else []
     share = t.format_share(finding.confidence)
     unsure = finding_text.is_unsure(finding)
     sure = (
@@ -251,27 +237,27 @@ def _build_card(
         finding_text.covered_line(finding, other)
         for other in finding_text.folded_findings(report, finding)
     ]
-    return Card(
+    return d.Card(
         finding.title,
-        [FieldList(fields, indent=4), *code],
+        [d.FieldList(fields, indent=4), *code],
         number="" if finding.priority is None else str(finding.priority),
         gain=finding_text.describe_gain(finding, report),
         place=" · ".join(t.location_names(finding.where[0])[:1]) if finding.where else "",
         tag=finding.severity,
         details=[
-            EvidenceList([_build_fact(item) for item in finding.evidence]),
-            FieldList(
+            d.EvidenceList([_build_fact(item) for item in finding.evidence]),
+            d.FieldList(
                 [
-                    TextField("cause", [part for part in confidence if part]),
-                    *(TextField(label, [text]) for label, text in covered),
-                    TextField("verify", [finding.verify]),
-                    TextField(
+                    d.TextField("cause", [part for part in confidence if part]),
+                    *(d.TextField(label, [text]) for label, text in covered),
+                    d.TextField("verify", [finding.verify]),
+                    d.TextField(
                         "caveats",
                         ["; ".join(finding_text.describe_caveats(finding, [*shared, *notes]))],
                         "soft",
                     ),
                     *(
-                        TextField("" if number else "read", [reference], "soft")
+                        d.TextField("" if number else "read", [reference], "soft")
                         for number, reference in enumerate(finding.references)
                     ),
                 ],
@@ -283,24 +269,24 @@ def _build_card(
     )
 
 
-def _list_places(report: Report, finding: Finding, width: int) -> Iterator[TextField]:
+def _list_places(report: Report, finding: Finding, width: int) -> Iterator[d.TextField]:
     """List the places, worst first, one line each, and how to record a missing line. ``width``:
     columns of a page."""
     names_width, path_width = max(48, width - 32), max(60, width - 20)
     shown = finding_text.named_places(finding, name_width=names_width, path_width=path_width)
     for number, (location, names) in enumerate(shown):
         whole = t.location_names(location, name_width=2000, path_width=2000)
-        parts: list[Inline] = [
-            Span(name, "code", full) for name, full in zip(names, whole, strict=True)
+        parts: list[d.Inline] = [
+            d.Span(name, "code", full) for name, full in zip(names, whole, strict=True)
         ]
         parts += t.location_figures(location, finding_text.counted_steps(report), report.per)
         if parts:
-            yield TextField("" if number else "where", parts, detail=number > 0, min_parts=2)
+            yield d.TextField("" if number else "where", parts, detail=number > 0, min_parts=2)
     if missing := finding_text.line_not_recorded(report, finding):
-        yield TextField("" if shown else "where", [missing], "soft")
+        yield d.TextField("" if shown else "where", [missing], "soft")
 
 
-def _build_fact(item: Evidence) -> EvidenceRow:
+def _build_fact(item: Evidence) -> d.EvidenceRow:
     limit = ""
     if item.threshold is not None:
         source = f" ({labels.clean(item.source)})" if item.source else ""
@@ -311,7 +297,7 @@ def _build_fact(item: Evidence) -> EvidenceRow:
 # -- what else there is -------------------------------------------------------------------------
 
 
-def _build_remaining(report: Report, on_demand: Sequence[Block]) -> Iterator[Block]:
+def _build_remaining(report: Report, on_demand: Sequence[d.Block]) -> Iterator[d.Block]:
     if report.notes:
         large = [note for note in report.notes if finding_text.is_large_note(note, report)]
         shown = [n for n in report.notes if n in large or finding_text.is_notable_note(n, report)]
@@ -324,45 +310,45 @@ def _build_remaining(report: Report, on_demand: Sequence[Block]) -> Iterator[Blo
             counted += f" with a possible gain of up to {t.format_share(most)} ('{title}')"
         if report.scope.has_no_step_time:  # without a step nothing is ranked
             items = [
-                (f"{note.title}. ", Span(f"{note.summary} {note.fix}")) for note in report.notes
+                (f"{note.title}. ", d.Span(f"{note.summary} {note.fix}")) for note in report.notes
             ]
             counters = bool(report.kernel_counters)
             title = "What the counters show" if counters else "What to change"
-            yield Section(title, [Items(items)], "the largest first" if len(items) > 1 else "")
+            yield d.Section(title, [d.Items(items)], "the largest first" if len(items) > 1 else "")
         else:
             if shown:
                 cards = [_describe_note(n, large=n in large, row=n not in large) for n in shown]
-                yield Section("Large but unproven", cards)
+                yield d.Section("Large but unproven", cards)
             if notes:
-                yield Section("Notes", notes, folded=True, summary=counted)
+                yield d.Section("Notes", notes, folded=True, summary=counted)
     yield from on_demand
     yield from auxiliary_sections.build_profiler_advice(report)
     if report.hot_lines:
-        rows: list[Sequence[Inline]] = [
-            [Span(place, "code"), share, Span(text, "code")]
+        rows: list[Sequence[d.Inline]] = [
+            [d.Span(place, "code"), share, d.Span(text, "code")]
             for share, place, text in finding_text.hot_lines(report)
         ]
-        table = Grid(["line", "CPU time", ""], rows, align="lrl")
+        table = d.Grid(["line", "CPU time", ""], rows, align="lrl")
         counted = t.count_noun(len(rows), "hot Python line")
         aside = "from a separate run under Scalene"
-        yield Section("Hot Python lines", [table], aside, folded=True, summary=counted)
+        yield d.Section("Hot Python lines", [table], aside, folded=True, summary=counted)
     yield from checks(report)
     if report.limits:
         name = report.main_limit
         yield _build_counted_list("Limits of this trace", report.limits, "!", "limit", name)
     closing = report_text.define_gains(report)
     if closing:
-        paragraphs = [Paragraph(line, "soft") for line in closing]
-        yield Section("How gains are estimated", paragraphs, folded=True, summary="evidence")
+        paragraphs = [d.Paragraph(line, "soft") for line in closing]
+        yield d.Section("How gains are estimated", paragraphs, folded=True, summary="evidence")
 
 
-def checks(report: Report) -> Iterator[Section]:
+def checks(report: Report) -> Iterator[d.Section]:
     """Build the passed checks, and the skipped checks with their reasons."""
     if report.passed:
         good = [item.text for item in report.passed]
         yield _build_counted_list("Passed checks", good, "✓", "passed check", spare=1)
-    skipped: list[Inline] = [
-        (f"{what}: ", Span(why, "soft"))
+    skipped: list[d.Inline] = [
+        (f"{what}: ", d.Span(why, "soft"))
         for what, why in report_text.describe_skipped_checks(report)
     ]
     if skipped:
@@ -372,23 +358,23 @@ def checks(report: Report) -> Iterator[Section]:
 
 
 def _build_counted_list(
-    title: str, items: Sequence[Inline], mark: str, noun: str, name: str = "", *, spare: int = 0
-) -> Section:
+    title: str, items: Sequence[d.Inline], mark: str, noun: str, name: str = "", *, spare: int = 0
+) -> d.Section:
     """Build a folded list. A terminal shows its length and the name of its most important item."""
     summary = t.count_noun(len(items), noun) + f" ({name})" * bool(name)
-    return Section(title, [Items(items, mark)], folded=True, summary=summary, spare=spare)
+    return d.Section(title, [d.Items(items, mark)], folded=True, summary=summary, spare=spare)
 
 
-def _describe_note(finding: Finding, *, large: bool = False, row: bool = False) -> Card:
+def _describe_note(finding: Finding, *, large: bool = False, row: bool = False) -> d.Card:
     """Describe a possible finding: why it is not ranked, and what it could gain. In a ``row``, the
     gain is next to the title."""
     gain = finding_text.note_gain(finding)
     fields = [
-        TextField("note", [finding_text.explain_note(finding)]),
-        TextField("why", [finding.summary]),
-        TextField("gain", ["" if row else gain]),
-        TextField("fix", [finding.fix], prose=row, spare=2 if row else 0),
+        d.TextField("note", [finding_text.explain_note(finding)]),
+        d.TextField("why", [finding.summary]),
+        d.TextField("gain", ["" if row else gain]),
+        d.TextField("fix", [finding.fix], prose=row, spare=2 if row else 0),
     ]
-    shown = FieldList([f for f in fields if f.parts[0]], indent=4)
+    shown = d.FieldList([f for f in fields if f.parts[0]], indent=4)
     possible = gain.replace("if so,", "possibly") if row else ""
-    return Card(finding.title, [shown], gain=possible, fix=False, always_full=large)
+    return d.Card(finding.title, [shown], gain=possible, fix=False, always_full=large)

@@ -13,17 +13,7 @@ from typing import Any, NamedTuple
 from advisor.core.rule import ANY_FRAMEWORK, Citation, Rule, Threshold
 from advisor.core.text import count_noun
 from advisor.core.trace import CUDA, JAX, TENSORFLOW
-from advisor.render.document import (
-    Block,
-    Code,
-    Document,
-    FieldList,
-    Inline,
-    Paragraph,
-    Section,
-    Span,
-    TextField,
-)
+from advisor.render import document as d
 
 CATEGORIES = {
     "input": "Input pipeline", "host": "Host and launches", "sync": "Synchronisation",
@@ -262,92 +252,92 @@ def to_toml(value: Any) -> str:
     return str(value) if isinstance(value, int | float) else f'"{value}"'
 
 
-def build(rule: Rule) -> Document:
+def build(rule: Rule) -> d.Document:
     """Build the document of a rule."""
     about = describe(rule)
     category = CATEGORIES.get(about.rule.category, about.rule.category)
-    paragraphs: list[Block] = []
+    paragraphs: list[d.Block] = []
     for number, paragraph in enumerate(about.paragraphs):
-        paragraphs += [Paragraph("")] * bool(number) + _wrap_paragraph(paragraph)
+        paragraphs += [d.Paragraph("")] * bool(number) + _wrap_paragraph(paragraph)
     tested = [
-        TextField("on", [VALIDATION.get(about.rule.validation, about.rule.validation)]),
-        TextField("seen", [about.rule.validation_note]),
-        TextField("right", ["; ".join(about.rule.found_in)]),
-        TextField("quiet", ["; ".join(about.rule.silent_in)]),
-        TextField("fires", ["; ".join(about.fires_on)]),
-        TextField("silent", ["; ".join(about.silent_on)]),
+        d.TextField("on", [VALIDATION.get(about.rule.validation, about.rule.validation)]),
+        d.TextField("seen", [about.rule.validation_note]),
+        d.TextField("right", ["; ".join(about.rule.found_in)]),
+        d.TextField("quiet", ["; ".join(about.rule.silent_in)]),
+        d.TextField("fires", ["; ".join(about.fires_on)]),
+        d.TextField("silent", ["; ".join(about.silent_on)]),
     ]
     sections = [
-        Section("Why it matters", paragraphs),
-        Section("What to do", _build_advice(about._asdict()) if about.fix else []),
+        d.Section("Why it matters", paragraphs),
+        d.Section("What to do", _build_advice(about._asdict()) if about.fix else []),
         *_build_cases(about.cases),
-        Section(
+        d.Section(
             "Where nothing is trained",
             [*_build_advice(about.inference), *_build_cases(about.inference.get("cases", {}))],
         ),
         *(_build_other_section(advice) for advice in about.elsewhere),
-        Section(
+        d.Section(
             "Thresholds", [line for item in about.thresholds for line in _describe_threshold(item)]
         ),
-        Section(
+        d.Section(
             "Numbers of the estimate",
             [x for item in about.factors for x in _describe_threshold(item)],
         ),
-        Section("How it was tested", [FieldList(tested)]),
-        Section("Change it", [Code(override_lines(about), "toml", "", 0)], "in pyproject.toml"),
-        Section("References", [Paragraph(reference) for reference in about.rule.references]),
+        d.Section("How it was tested", [d.FieldList(tested)]),
+        d.Section("Change it", [d.Code(override_lines(about), "toml", "", 0)], "in pyproject.toml"),
+        d.Section("References", [d.Paragraph(reference) for reference in about.rule.references]),
     ]
-    lead = Paragraph(f"{about.rule.id} · {category}", "soft", indent=0)
-    return Document(about.rule.title, [lead, *(s for s in sections if s.blocks)], name="rule")
+    lead = d.Paragraph(f"{about.rule.id} · {category}", "soft", indent=0)
+    return d.Document(about.rule.title, [lead, *(s for s in sections if s.blocks)], name="rule")
 
 
-def _build_other_section(advice: OtherFrameworkAdvice) -> Section:
-    code = [Code(advice.code, advice.language, "", 2)] if advice.code else []
-    return Section("Without PyTorch", [Paragraph(advice.words), *code], advice.program)
+def _build_other_section(advice: OtherFrameworkAdvice) -> d.Section:
+    code = [d.Code(advice.code, advice.language, "", 2)] if advice.code else []
+    return d.Section("Without PyTorch", [d.Paragraph(advice.words), *code], advice.program)
 
 
-def _describe_threshold(item: Option) -> Iterator[Block]:
-    yield Paragraph(f"{item.name} = {to_toml(item.value)}", "strong")
+def _describe_threshold(item: Option) -> Iterator[d.Block]:
+    yield d.Paragraph(f"{item.name} = {to_toml(item.value)}", "strong")
     for line in (item.meaning, *map(format_source, item.sources)):
         if line:
-            yield Paragraph(line, "soft", indent=6)
+            yield d.Paragraph(line, "soft", indent=6)
 
 
-def _build_advice(texts: Mapping[str, Any]) -> list[Block]:
+def _build_advice(texts: Mapping[str, Any]) -> list[d.Block]:
     """Build the blocks of fix and code, and how far to trust them."""
-    blocks: list[Block] = []
+    blocks: list[d.Block] = []
     if texts.get("fix"):
-        blocks.append(Paragraph(texts["fix"]))
+        blocks.append(d.Paragraph(texts["fix"]))
     if texts.get("code"):
-        blocks.append(Code(texts["code"], label="", indent=2))
+        blocks.append(d.Code(texts["code"], label="", indent=2))
     fields = [
-        TextField("verify", [texts.get("verify", "")]),
-        TextField("unless", [texts.get("falsified_by", "")]),
-        TextField("assumes", ["; ".join(texts.get("assumptions", ()))]),
+        d.TextField("verify", [texts.get("verify", "")]),
+        d.TextField("unless", [texts.get("falsified_by", "")]),
+        d.TextField("assumes", ["; ".join(texts.get("assumptions", ()))]),
     ]
     shown = [field for field in fields if field.parts[0]]
-    return [*blocks, FieldList(shown)] if shown else blocks
+    return [*blocks, d.FieldList(shown)] if shown else blocks
 
 
-def _build_cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:
+def _build_cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[d.Section]:
     for name, case in cases.items():
-        blocks: list[Block] = [Paragraph(case[key]) for key in ("title", "fix") if key in case]
+        blocks: list[d.Block] = [d.Paragraph(case[key]) for key in ("title", "fix") if key in case]
         if "code" in case:
-            blocks.append(Code(case["code"], label="", indent=2))
-        yield Section("Case", blocks, name)
+            blocks.append(d.Code(case["code"], label="", indent=2))
+        yield d.Section("Case", blocks, name)
 
 
-def _wrap_paragraph(paragraph: str) -> list[Block]:
+def _wrap_paragraph(paragraph: str) -> list[d.Block]:
     """Rewrap prose. Lists and indented lines keep their line breaks."""
     lines = paragraph.split("\n")
     if any(line.startswith((" ", "- ", "* ")) for line in lines):
         return [
-            Paragraph(line.strip(), indent=2 + len(line) - len(line.lstrip())) for line in lines
+            d.Paragraph(line.strip(), indent=2 + len(line) - len(line.lstrip())) for line in lines
         ]
-    return [Paragraph(" ".join(lines))]
+    return [d.Paragraph(" ".join(lines))]
 
 
-def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
+def build_list(rules: list[Rule], *, disabled: set[str]) -> d.Document:
     """Build the document of all rules, by category."""
     known = list(CATEGORIES)
     by_category: dict[str, list[Rule]] = {}
@@ -357,16 +347,16 @@ def build_list(rules: list[Rule], *, disabled: set[str]) -> Document:
     longest = max((len(rule.id) for rule in rules), default=0)
     sections = []
     for category in order:
-        lines: list[Block] = []
+        lines: list[d.Block] = []
         for rule in sorted(by_category[category], key=lambda rule: rule.id):
             mark = NOT_PROVEN * (rule.validation == "synthetic")
             remark = " (switched off)" if rule.id in disabled else mark
-            title: Inline = (rule.title, Span(remark, "soft"))
-            lines.append(Paragraph(title, mark=f" {rule.id}", indent=longest + 4))
-        sections.append(Section(CATEGORIES.get(category, category), lines))
+            title: d.Inline = (rule.title, d.Span(remark, "soft"))
+            lines.append(d.Paragraph(title, mark=f" {rule.id}", indent=longest + 4))
+        sections.append(d.Section(CATEGORIES.get(category, category), lines))
     note = (
         f"{count_noun(len(rules), 'rule')}; 'advisor rules show ID' says what one looks for and "
         f"how to change its thresholds.{NOT_PROVEN}: not proven on real traces, so its findings "
         "have less confidence."
     )
-    return Document("", sections, name="rules", notes=[note])
+    return d.Document("", sections, name="rules", notes=[note])

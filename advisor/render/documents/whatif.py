@@ -8,17 +8,7 @@ from advisor.advise.report_text import describe_replayed_others, path_parts
 from advisor.core import text as t
 from advisor.core.ranks import format_ranks
 from advisor.core.report_steps import StepTime
-from advisor.render.document import (
-    Block,
-    Code,
-    Document,
-    FieldList,
-    Grid,
-    Items,
-    Paragraph,
-    Section,
-    TextField,
-)
+from advisor.render import document as d
 from advisor.replay.project.mesh import MeshResult
 from advisor.replay.project.precision import LinearLayerGroup, PrecisionResult
 from advisor.replay.result import EditResult, WhatIfResult
@@ -50,19 +40,19 @@ AXES: Final = {
 }  # fmt: skip
 
 
-def notes(lines: Sequence[str]) -> Items:
+def notes(lines: Sequence[str]) -> d.Items:
     """List remarks, one sentence each. Names such as ``h200`` stay unchanged."""
     shown = [
         f"{t.upper_first(line)}." if line.split(" ", 1)[0].isalpha() else f"{line}."
         for line in lines
     ]
-    return Items(shown, "-", "Notes")
+    return d.Items(shown, "-", "Notes")
 
 
 # -- edits ----------------------------------------------------------------------------------------
 
 
-def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
+def build(result: WhatIfResult, lines: Sequence[str]) -> d.Document:
     """Build the step with edits. ``lines``: the edits as written."""
     apart = result.step is not None and result.step.window_differs
     per = f"per {'profiled ' * apart}step" if result.marked else "of the recording"
@@ -72,15 +62,15 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     path = {} if result.reason else result.critical_path
     parts = path_parts(path, result.framework)
     fields = [
-        TextField("measured", [f"{step} {per}", *_describe_steps(result)]),
+        d.TextField("measured", [f"{step} {per}", *_describe_steps(result)]),
         *(
-            [TextField("run", _describe_run(result.step))]
+            [d.TextField("run", _describe_run(result.step))]
             if result.step is not None and apart
             else []
         ),
-        TextField("replayed", _describe_accuracy(result)),
-        TextField("", _describe_waits(result), detail=True),
-        TextField(
+        d.TextField("replayed", _describe_accuracy(result)),
+        d.TextField("", _describe_waits(result), detail=True),
+        d.TextField(
             "path",
             ["critical path with the edits", *parts]
             if parts
@@ -95,13 +85,13 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> Document:
     share = 1 - result.edited_step_ns / max(result.measured_step_ns, 1)
     ranges = RANGES if result.step is None else RANGES_OF_RUN
     change = f"{t.format_share(abs(share))} {'less' if share >= 0 else 'more'} time"
-    return Document(
+    return d.Document(
         f"{step} → {least}{edited} {per} ({change}).",
         [
             *_build_edits(result, lines),
-            *([] if result.reason else [Paragraph(ranges, "soft")]),
+            *([] if result.reason else [d.Paragraph(ranges, "soft")]),
             *([notes(said)] if said else []),
-            Section("How exact the replay is", [FieldList(fields)]),
+            d.Section("How exact the replay is", [d.FieldList(fields)]),
         ],
         name="whatif",
     )
@@ -190,7 +180,7 @@ def _explain_no_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> l
     ]
 
 
-def _build_edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
+def _build_edits(result: WhatIfResult, lines: Sequence[str]) -> list[d.Block]:
     """Build a table of each edit's gain, its range, its gain alone, and the step after it."""
     short = all(len(line) <= MAX_EDIT for line in lines)
     rows = [
@@ -211,50 +201,50 @@ def _build_edits(result: WhatIfResult, lines: Sequence[str]) -> list[Block]:
     ]
     what = "step" if result.marked else "time"
     return [
-        Grid(["edit", "saves", "range", "alone", f"{what} after it"], rows),
-        Items(chosen, "", "Selected"),
+        d.Grid(["edit", "saves", "range", "alone", f"{what} after it"], rows),
+        d.Items(chosen, "", "Selected"),
     ]
 
 
 # -- number formats -------------------------------------------------------------------------------
 
 
-def build_precision(result: PrecisionResult) -> Document:
+def build_precision(result: PrecisionResult) -> d.Document:
     """Build the layers to convert, the layers to leave, and the step after the conversion."""
     what = f"{result.format} on {result.gpu}, {'training' if result.training else 'inference'}"
     if result.refused:
-        return Document(f"{what}: not estimated. {result.refused}.", [], name="precision")
+        return d.Document(f"{what}: not estimated. {result.refused}.", [], name="precision")
     fields = [
-        TextField("step", [f"{t.format_duration(result.all_step_ns)} with all layers converted"])
+        d.TextField("step", [f"{t.format_duration(result.all_step_ns)} with all layers converted"])
     ]
     if result.freed_bytes:
         freed = f"{t.format_bytes(result.freed_bytes)} less for weights"
-        fields.append(TextField("memory", [freed]))
+        fields.append(d.TextField("memory", [freed]))
     if result.weight_bytes and result.weight_read_ns is not None:
         read = (
             f"reading them once takes {t.format_duration(result.weight_read_ns)} of the step at "
             "the memory's attainable rate"
         )
-        fields.append(TextField("weights", [t.format_bytes(result.weight_bytes), read]))
+        fields.append(d.TextField("weights", [t.format_bytes(result.weight_bytes), read]))
     tables = [
         _build_layers(title, [layer for layer in result.layers if layer.convert == wanted])
         for title, wanted in (("Convert", True), ("Leave", False))
     ]
-    return Document(
+    return d.Document(
         f"{what}: {t.format_duration(result.measured_step_ns)} → "
         f"{t.format_duration(result.step_ns)} per step "
         f"({t.format_range(result.low_ns, result.high_ns)}).",
         [
-            FieldList(fields, indent=0),
+            d.FieldList(fields, indent=0),
             *(table for table in tables if table is not None),
             notes(result.notes),
-            Section("How to convert them", [Code(result.snippet)]),
+            d.Section("How to convert them", [d.Code(result.snippet)]),
         ],
         name="precision",
     )
 
 
-def _build_layers(title: str, layers: Sequence[LinearLayerGroup]) -> Section | None:
+def _build_layers(title: str, layers: Sequence[LinearLayerGroup]) -> d.Section | None:
     """Build a table of products by shape and module kind, with the reason why they stay."""
     if not layers:
         return None
@@ -272,15 +262,17 @@ def _build_layers(title: str, layers: Sequence[LinearLayerGroup]) -> Section | N
     reasons = dict.fromkeys(f"{layer.shape}: {layer.why}" for layer in layers if layer.why)
     head = ["layers", "m × n × k", "calls", "now", "then", "range"]
     more = f"{t.count_noun(len(rows) - MAX_SHAPES, 'more shape')}; JSON has all"
-    grid = Grid(head, rows, align="llrrrr", short=rows[:MAX_SHAPES], omitted_note=more,
+    grid = d.Grid(head, rows, align="llrrrr", short=rows[:MAX_SHAPES], omitted_note=more,
                 optional=(2,))  # fmt: skip
-    return Section(title, [grid, *([Items(list(reasons)[:MAX_SHAPES], "∙")] if reasons else [])])
+    return d.Section(
+        title, [grid, *([d.Items(list(reasons)[:MAX_SHAPES], "∙")] if reasons else [])]
+    )
 
 
 # -- meshes ---------------------------------------------------------------------------------------
 
 
-def build_mesh(result: MeshResult) -> Document:
+def build_mesh(result: MeshResult) -> d.Document:
     """Build the step on another device mesh."""
     old, new, median = result.measured, result.mesh, result.median
     rows = [
@@ -306,12 +298,12 @@ def build_mesh(result: MeshResult) -> Document:
     held = "not recorded (profile_memory=True)"
     if result.memory is not None:
         held = f"{' to '.join(map(t.format_bytes, result.memory))} allocated"
-    return Document(
+    return d.Document(
         f"{old} → {new}: {t.format_duration(result.measured_step_ns)} → "
         f"{t.format_duration(result.step_ns)} per step.",
         [
-            Grid(["per step", "recorded", "there", "range"], rows, "The step there"),
-            Paragraph(f"Memory of a GPU: {held}."),
+            d.Grid(["per step", "recorded", "there", "range"], rows, "The step there"),
+            d.Paragraph(f"Memory of a GPU: {held}."),
             notes(result.notes),
         ],
         name="mesh",

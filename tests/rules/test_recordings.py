@@ -82,6 +82,7 @@ CASES = {
     "memory_bank": "slow-operator-arguments",
     "dropout_samples": "repeated-trunk",
     "clip_frames": "dropped-positions",
+    "modes": "scattered-matrices",
 }
 
 
@@ -119,6 +120,7 @@ def test_the_slow_recording_has_the_finding_and_its_cure_has_not(name: str) -> N
             "joined_list",
             "last_position",
             "memory_bank",
+            "modes",
             "micro_batches",
             "one_by_one",
             "pairs",

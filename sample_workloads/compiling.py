@@ -39,7 +39,6 @@ def graph_breaks(run: Setup) -> Iterator[Any]:
 
     The cure: ``torch.clamp``, which needs no decision; ``fullgraph=True`` makes sure. (On a CPU the
     model is traced but not compiled, so that no C++ compiler is needed.)"""
-    torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch = run.size(512, 32), run.size(1024, 16)
     blocks = [BrokenBlock(width, watched=not run.cured) for _ in range(run.size(6, 3))]
@@ -63,7 +62,6 @@ def recompilation(run: Setup) -> Iterator[Any]:
 
     The cure: ``dynamic=True``, compiled once for all lengths. (On a CPU the model is traced but not
     compiled, so that no C++ compiler is needed; tracing anew costs enough.)"""
-    torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch = run.size(512, 32), run.size(64, 2)
     parts = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2)]
@@ -102,7 +100,6 @@ def unfused_pointwise(run: Setup) -> Iterator[Any]:
 
     The cure: ``torch.compile`` for the function, which makes one kernel of the chain. (On a CPU it
     is traced but not compiled, so that no C++ compiler is needed.)"""
-    torch.manual_seed(run.seed)
     rows, width = run.size(16384, 16), 4096
     function = torch.compile(activation, backend=run.backend) if run.cured else activation
     x = torch.randn(rows, width, device=run.device)

@@ -22,7 +22,6 @@ def ddp_accumulation(run: Setup) -> Iterator[Any]:
     ``DistributedDataParallel`` averages over the processes in every backward pass.
 
     The cure: ``model.no_sync()`` for all but the last."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(4096, 32), run.size(1024, 16)
     model = DistributedDataParallel(layers(run, width, 6))
     torch.manual_seed(run.seed + 1 + run.rank)
@@ -55,7 +54,6 @@ def ddp_exposed(run: Setup) -> Iterator[Any]:
 
     The cure: ``DistributedDataParallel``, which sends the gradients of the last layers while those
     of the first are still being computed."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(4096, 32), run.size(4096, 16)
     model: Any = layers(run, width, 8)
     if run.cured:
@@ -90,7 +88,6 @@ def ddp_straggler(run: Setup) -> Iterator[Any]:
     other waits for it in every all-reduce.
 
     The cure: samples dealt out evenly. (The gradient is weighted by samples, so it is the same.)"""
-    torch.manual_seed(run.seed)
     width, batch = run.size(4096, 32), run.size(8192, 16)
     model = DistributedDataParallel(layers(run, width, 6))
     inputs = torch.randn(2 * batch, width, device=run.device, dtype=run.dtype)

@@ -20,7 +20,6 @@ def healthy_cnn(run: Setup) -> Iterator[Any]:
 
     Wide convolutions, a large batch that stays on the GPU, no value read. Both variants are the
     same, and no finding may appear."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(256, 16), run.size(512, 8)
     parts: list[Any] = []
     before = 16
@@ -60,7 +59,6 @@ def healthy_transformer(run: Setup) -> Iterator[Any]:
     Fused attention, a fused optimizer, large batches that stay on the GPU, no value read. Both
     variants are the same, and no finding may appear. (On a CPU the model is traced but not
     compiled, so that no C++ compiler is needed.)"""
-    torch.manual_seed(run.seed)
     torch._dynamo.reset()
     width, batch, tokens = run.size(1024, HEAD), run.size(16), run.size(1024, 32)
     model = nn.Sequential(

@@ -27,7 +27,6 @@ def batch1_inference(run: Setup) -> Iterator[Any]:
     enough, and fp32 leaves the tensor cores idle.
 
     The cure: requests gathered into batches of 32, in bf16 (on a GPU; a CPU stays with fp32)."""
-    torch.manual_seed(run.seed)
     width = run.size(1024, 32)
     layer = nn.TransformerEncoderLayer(
         width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True
@@ -60,7 +59,6 @@ def gc_pauses(run: Setup) -> Iterator[Any]:
 
     The cure: ``gc.disable()``, and a collection by hand now and then, between epochs. What is not
     cyclic is freed as before."""
-    torch.manual_seed(run.seed)
     width, records = run.size(1024, 64), 6000
     model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
     model = model.to(run.device)
@@ -96,7 +94,6 @@ def launch_bound(run: Setup) -> Iterator[Any]:
 
     The cure: the whole step is captured once as a CUDA graph and replayed with one call. (On a CPU
     there is nothing to capture, and both variants are the same.)"""
-    torch.manual_seed(run.seed)
     width = run.size(64, 8)
     model = layers(run, width, 32, nn.Tanh).float()
     inputs = torch.randn(64, width, device=run.device)
@@ -127,7 +124,6 @@ def per_step_sync(run: Setup) -> Iterator[Any]:
     host has launched something new.
 
     The cure: norms are computed on the device, all at once, and read every hundred steps."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(1024, 32), run.size(2048, 16)
     model = layers(run, width, 12)
     inputs = torch.randn(batch, width, device=run.device, dtype=run.dtype)
@@ -159,7 +155,6 @@ def periodic_checkpoint(run: Setup) -> Iterator[Any]:
     the job wait with it.
 
     The cure: the weights are copied, and a thread writes the copy while training goes on."""
-    torch.manual_seed(run.seed)
     width, batch, words = run.size(1024, 32), run.size(1024, 16), run.size(1 << 18, 1024)
     model = nn.Sequential(
         nn.Embedding(words, width, sparse=True), nn.Linear(width, width), nn.ReLU()
@@ -218,7 +213,6 @@ def python_hot_spot(run: Setup) -> Iterator[Any]:
     GPU has nothing to do.
 
     The cure: the same decision with tensor operators, a few microseconds."""
-    torch.manual_seed(run.seed)
     width = run.size(1024, 32)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
     model = model.to(run.device)

@@ -25,7 +25,6 @@ def fp32_matmul(run: Setup) -> Iterator[Any]:
     cores do it in TF32 about eight times faster on an A100.
 
     The cure: one line, ``torch.set_float32_matmul_precision("high")``."""
-    torch.manual_seed(run.seed)
     torch.set_float32_matmul_precision("high" if run.cured else "highest")
     width, batch = run.size(4096, 32), run.size(8192, 16)
     model = layers(run, width, 4).float()
@@ -59,7 +58,6 @@ def nchw_convolution(run: Setup) -> Iterator[Any]:
     and back after it, in kernels that compute nothing.
 
     The cure: ``channels_last`` for model and images."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(256, 16), run.size(256, 4)
     model = nn.Sequential(*(ConvolutionBlock(width) for _ in range(4)), nn.AdaptiveAvgPool2d(1))
     images = torch.randn(batch, width, 28, 28)
@@ -84,7 +82,6 @@ def small_batch(run: Setup) -> Iterator[Any]:
 
     The cure: sixteen times the batch, which takes hardly longer. (The learning rate would have to
     follow; here it does not matter.)"""
-    torch.manual_seed(run.seed)
     length = run.size(1 << 19, 64)
     waves = torch.randn(128 if run.cured else 8, length, device=run.device)
     gain = nn.Parameter(torch.ones(length, device=run.device))
@@ -104,7 +101,6 @@ def single_tensor_optimizer(run: Setup) -> Iterator[Any]:
     a dozen tiny kernels per step.
 
     The cure: ``fused=True``, a few kernels for all parameters together."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(512, 32), run.size(8192, 16)
     model = layers(run, width, 24)
     inputs = torch.randn(batch, width, device=run.device, dtype=run.dtype)
@@ -145,7 +141,6 @@ def unfused_attention(run: Setup) -> Iterator[Any]:
 
     The cure: ``scaled_dot_product_attention``, which computes the same in one kernel that keeps the
     scores on the chip."""
-    torch.manual_seed(run.seed)
     tokens, batch = run.size(2048, 32), run.size(8)
     model = nn.Sequential(*(Attention(tokens, run.cured) for _ in range(4)))
     model = model.to(run.device, run.dtype)

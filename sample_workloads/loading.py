@@ -54,7 +54,6 @@ def cpu_transforms(run: Setup) -> Iterator[Any]:
 
     The cure: crop first, hand over bytes, and do the arithmetic on the device for the whole batch
     at once. The same numbers arrive at the model."""
-    torch.manual_seed(run.seed)
     loader = DataLoader(
         Photos(run.seed, late=run.cured),
         batch_size=run.size(64),
@@ -114,7 +113,6 @@ def loader_bound(run: Setup) -> Iterator[Any]:
 
     The cure: workers that read ahead, in parallel. Waiting needs no core, so there may be more of
     them than cores."""
-    torch.manual_seed(run.seed)
     width = run.size(8192, 128)
     loader = DataLoader(
         Stored(width // 16),
@@ -192,7 +190,6 @@ def padding_waste(run: Setup) -> Iterator[Any]:
 
     The cure: texts sorted by length, and each batch padded to its own longest. (Here both variants
     see the same texts in the same batches.)"""
-    torch.manual_seed(run.seed)
     width, words = run.size(1024, 32), run.size(VOCABULARY, 64)
     loader = DataLoader(
         Texts(run.seed, words),
@@ -253,7 +250,6 @@ def pageable_copies(run: Setup) -> Iterator[Any]:
 
     The cure: pinned memory, ``non_blocking=True``, and a stream of its own on which the next batch
     is copied while the present one is computed."""
-    torch.manual_seed(run.seed)
     width = 2048 if run.on_gpu else 256
     model = wide_block(width).to(run.device, run.dtype)
     optimizer = sgd(model)
@@ -281,7 +277,6 @@ def worker_respawn(run: Setup) -> Iterator[Any]:
     They import modules and copy the data set, and nothing of the first batch is prefetched.
 
     The cure: ``persistent_workers=True``."""
-    torch.manual_seed(run.seed)
     batch, width = 64, run.size(1024, 64)
     samples = TensorDataset(torch.randn(4 * batch, width), torch.randint(10, (4 * batch,)))
     loader = DataLoader(

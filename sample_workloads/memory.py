@@ -24,7 +24,6 @@ def eval_with_grad(run: Setup) -> Iterator[Any]:
     with them.
 
     The cure: ``torch.inference_mode()`` around validation."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(2048, 32), run.size(8192, 16)
     model = layers(run, width, 4, nn.GELU)
     inputs = torch.randn(BATCHES + 1, batch, width, device=run.device, dtype=run.dtype)
@@ -55,7 +54,6 @@ def fragmentation(run: Setup) -> Iterator[Any]:
 
     The cure: lengths rounded up to a multiple of 512, so that blocks fit again. (Positions beyond
     the length are masked, the results are the same.)"""
-    torch.manual_seed(run.seed)
     width, batch = 512, run.size(64, 2)
     model = wide_block(width).to(run.device, run.dtype)
     inputs = torch.randn(batch, 2048, width, device=run.device, dtype=run.dtype)
@@ -93,7 +91,6 @@ def huge_vocabulary(run: Setup) -> Iterator[Any]:
 
     The cure: the loss in chunks of tokens, each recomputed in its backward pass, so that no tensor
     of the full size exists. It costs one more product of the last layer and frees gigabytes."""
-    torch.manual_seed(run.seed)
     width, tokens = run.size(2048, 32), run.size(8192, 16)
     words = VOCABULARY if run.on_gpu else run.size(VOCABULARY)
     body = nn.Sequential(nn.Linear(width, width), nn.GELU()).to(run.device, run.dtype)
@@ -124,7 +121,6 @@ def leak(run: Setup) -> Iterator[Any]:
     Each step's outputs stay in a list; memory grows until it is full.
 
     The cure: what the metric needs is computed at once, and only that number is kept."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(1024, 64), run.size(4096, 64)
     model = layers(run, width, 4)
     optimizer = sgd(model)
@@ -176,7 +172,6 @@ def memory_pressure(run: Setup) -> Iterator[Any]:
 
     The cure: half the batch, with gradients of two of them added up where the larger one is needed.
     """
-    torch.manual_seed(run.seed)
     width = run.size(2048, 32)
     model = layers(run, width, 16, nn.GELU)
     batch = largest_batch(model, width, run.dtype) if run.on_gpu else run.size(4096, 8)
@@ -200,7 +195,6 @@ def needless_checkpointing(run: Setup) -> Iterator[Any]:
     more arithmetic, to save memory that nobody needs.
 
     The cure: no checkpointing, or only for as many blocks as the memory asks for."""
-    torch.manual_seed(run.seed)
     width, batch = run.size(2048, 32), run.size(8192, 16)
     blocks = nn.ModuleList(wide_block(width) for _ in range(6)).to(run.device, run.dtype)
     inputs = torch.randn(batch, width, device=run.device, dtype=run.dtype)

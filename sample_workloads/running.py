@@ -69,6 +69,7 @@ def prepared(name: str, run: Setup) -> Iterator[Iterator[Any]]:
     precision = torch.get_float32_matmul_precision()
     collecting = gc.isenabled()
     with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(run.seed)
         program = load(name)(run)
         try:
             yield program

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, TypeVar
 import msgspec
 
 from advisor.core.errors import AdvisorError
-from advisor.core.files import open_regular
+from advisor.core.files import open_regular, read_regular
 
 HEAD_BYTES = 200
 """Number of bytes at the beginning of a file that show its kind."""
@@ -87,12 +87,9 @@ def read_saved(
     if not has_schema(path, schema):
         return None
     try:
-        with open_regular(path) as opened:
-            text = opened.read(max_bytes + 1)
+        text = read_regular(path, max_bytes)
     except (OSError, ValueError):
         return None  # the trace reader reports the error
-    if len(text) > max_bytes:
-        raise AdvisorError(f"{path}: larger than {max_bytes >> 20} MiB; write it again")
     try:
         return kind.from_json(text)
     except AdvisorError as error:

@@ -388,6 +388,14 @@ class Rule:
             allowed *= times
         return Evidence(label, value, unit, allowed, threshold.source_names, per)
 
+    def range_of(self, factor: str) -> tuple[float, float, float]:
+        """Return a factor's range: expected, at best, at worst."""
+        return (
+            getattr(self, factor),
+            getattr(self, f"best_{factor}"),
+            getattr(self, f"worst_{factor}"),
+        )
+
     def compare_share(
         self, a: Analysis, label: str, ns: float, limit: str = "min_share"
     ) -> Evidence:

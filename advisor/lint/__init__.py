@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError
-from advisor.core.files import open_regular
+from advisor.core.files import read_regular
 from advisor.lint.loader import check_loader
 from advisor.lint.loop import check_loop, check_settings
 from advisor.lint.model import (
@@ -73,14 +73,9 @@ def _iterate_files(paths: list[str]) -> Iterator[Path]:
 
 def _read_text(file: Path) -> str:
     try:
-        with open_regular(file) as stream:
-            data = stream.read(MAX_BYTES + 1)
+        return read_regular(file, MAX_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
-    if len(data) > MAX_BYTES:
-        raise AdvisorError(f"{file}: larger than {MAX_BYTES >> 20} MiB")
-    try:
-        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise AdvisorError(f"{file}: not UTF-8 ({error.reason})") from None
 

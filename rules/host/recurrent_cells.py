@@ -102,9 +102,7 @@ class RecurrentCells(Rule):
             edits=[
                 scale_edit(
                     Select(on="host", kind=("op",), name=pattern, at="loop"),
-                    self.factor,
-                    self.best_factor,
-                    self.worst_factor,
+                    *self.range_of("factor"),
                 )
             ],
         )

@@ -440,8 +440,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         }
         table = table_of_dataset(a)
         if table is not None:
-            left = (self.remaining_table_share, self.best_remaining_table_share,
-                    self.worst_remaining_table_share)  # fmt: skip
+            left = self.range_of("remaining_table_share")
             texts = self.case("a table in memory", function=table)
             select = Select(on="host", name=SINGLE_PROCESS)
             texts["edits"] = [scale_edit(select, *(1 - moved_share * (1 - x) for x in left))]

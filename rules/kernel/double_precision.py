@@ -128,9 +128,7 @@ class DoublePrecision(Rule):
             edits=[
                 scale_edit(
                     Select(on="host", kind=("op",), name=exact_pattern(double["name"].to_list())),
-                    self.factor,
-                    self.best_factor,
-                    self.worst_factor,
+                    *self.range_of("factor"),
                 )
             ],
         )
@@ -157,7 +155,7 @@ class DoublePrecision(Rule):
                     min(1.0, self.worst_product_factor * ratio),
                 ),
             ),
-            (double & ~products, (self.factor, self.best_factor, self.worst_factor)),
+            (double & ~products, self.range_of("factor")),
         ):
             names = a.trace.gpu["name"].gather(np.flatnonzero(rows)).cast(pl.String).unique()
             if names.len():

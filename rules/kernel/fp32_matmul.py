@@ -641,11 +641,7 @@ class MixedPrecisionOff(Fp32Matmul):
                     .clip(0.0)
                     .sum()
                 )
-                for attained_share in (
-                    self.attained_share,
-                    self.best_attained_share,
-                    self.worst_attained_share,
-                )
+                for attained_share in self.range_of("attained_share")
             ]
             names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
             select = kernel_work.select_kernels(names.unique().to_list())

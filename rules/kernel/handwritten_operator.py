@@ -258,7 +258,7 @@ class HandwrittenOperator(Rule):
                     (pl.col("dur") - fused_factor * ideal).clip(lower_bound=0).sum()
                 ).item()
             )
-            for fused_factor in (self.fused_factor, self.best_fused_factor, self.worst_fused_factor)
+            for fused_factor in self.range_of("fused_factor")
         )
         edits = kernel_work.fuse_kernels(
             a,

@@ -136,11 +136,7 @@ class LayoutTransposes(Rule):
         norm_ns = kernel_work.summed_duration(a, norms)
         saved = [
             self._estimate_saved(a, norms, attained_share)
-            for attained_share in (
-                self.attained_share,
-                self.best_attained_share,
-                self.worst_attained_share,
-            )
+            for attained_share in self.range_of("attained_share")
         ]
         edits = [
             Edit(

@@ -114,11 +114,7 @@ class LowOccupancy(Rule):
                 )
             )
             / float(kernels["dur"].sum())
-            for attained_share in (
-                self.attained_share,
-                self.best_attained_share,
-                self.worst_attained_share,
-            )
+            for attained_share in self.range_of("attained_share")
         )
         yield Finding(
             summary=(

@@ -302,7 +302,7 @@ class MisalignedGemm(Rule):
         by_rate = 0
         for product in products:
             if not product.ideal:
-                factors = np.array([self.factor, self.best_factor, self.worst_factor])
+                factors = np.array(self.range_of("factor"))
                 times += product.dur * (1 - factors)
                 continue
             by_rate += product.dur

@@ -45,7 +45,7 @@ class EngineLayers(Rule):
             return
         if ns < self.min_share * a.span_ns:
             return
-        factors = (self.factor, self.best_factor, self.worst_factor)
+        factors = self.range_of("factor")
         yield Finding(
             summary=f"{t.count_noun(int(rows.sum()), self._layer)} take {of_step(a, ns)}.",
             evidence=[

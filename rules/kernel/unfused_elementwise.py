@@ -151,10 +151,7 @@ class UnfusedElementwise(Rule):
             a,
             selected,
             select,
-            (
-                saved * kept_share
-                for kept_share in (self.kept_share, self.best_kept_share, self.worst_kept_share)
-            ),
+            (saved * kept_share for kept_share in self.range_of("kept_share")),
             in_chain,
             chains.height,
         )

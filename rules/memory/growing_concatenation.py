@@ -226,7 +226,7 @@ class JoinedList(Rule):
         in_run = 1.0 if run_time is None else min(1.0, run_time.reference_ns / a.step_ns)
         edits: list[Edit] = []
         if a.device_id is not None:
-            factors = (self.factor, self.best_factor, self.worst_factor)
+            factors = self.range_of("factor")
             names = exact_pattern(joins["name"].unique().to_list())
             on_host = Select(on="host", kind=("op",), name=names)
             on_device = scale_operators(a, rows, [(1 - factor) * work_ns for factor in factors])

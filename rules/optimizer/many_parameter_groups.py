@@ -152,10 +152,10 @@ class ManyParameterGroups(Rule):
 
     def _kept_share(self, rounds: GroupRounds, case: int) -> float:
         """Return the share of a step's host time that stays: expected, at best, at worst."""
-        fused = (self.fused_factor, self.best_fused_factor, self.worst_fused_factor)[case]
+        fused = self.range_of("fused_factor")[case]
         if not self._is_mergeable(rounds):
             return fused
-        merged = (self.host_factor, self.best_host_factor, self.worst_host_factor)[case]
+        merged = self.range_of("host_factor")[case]
         group_share = (rounds.settings or 0) / rounds.groups
         return group_share + (1 - group_share) * merged
 

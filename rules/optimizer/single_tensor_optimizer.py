@@ -187,15 +187,11 @@ class SingleTensorOptimizer(Rule):
             edits=[
                 scale_edit(
                     Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP),
-                    self.host_factor,
-                    self.best_host_factor,
-                    self.worst_host_factor,
+                    *self.range_of("host_factor"),
                 ),
                 scale_edit(
                     Select(on="gpu", kind=("kernel",), under=OPTIMIZER_STEP),
-                    self.kernel_factor,
-                    self.best_kernel_factor,
-                    self.worst_kernel_factor,
+                    *self.range_of("kernel_factor"),
                 ),
             ],
             confidence_notes=[] if in_stacks else ["judged by kernels alone: no Python stacks"],

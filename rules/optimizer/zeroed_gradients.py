@@ -110,9 +110,7 @@ class ZeroedGradients(Rule):
                     Edit(op="remove", select=Select(on="gpu", under=pattern)),
                     scale_edit(
                         Select(on="host", kind=("op",), under=pattern),
-                        self.remaining_share,
-                        self.best_remaining_share,
-                        self.worst_remaining_share,
+                        *self.range_of("remaining_share"),
                     ),
                 )
             ],

@@ -315,14 +315,7 @@ class DataDependentShapes(BlockingRule):
             always_waiting.update(calls.filter(pl.col("waits") >= self.min_waiting_share)["name"])
         if always_waiting:
             select = Select(on="host", kind=("op",), name=exact_pattern(always_waiting))
-            edits.append(
-                scale_edit(
-                    select,
-                    self.remaining_host_share,
-                    self.best_remaining_host_share,
-                    self.worst_remaining_host_share,
-                )
-            )
+            edits.append(scale_edit(select, *self.range_of("remaining_host_share")))
         return edits
 
     def _advice(

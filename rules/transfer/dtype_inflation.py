@@ -383,10 +383,7 @@ class PingPong(Rule):
             trip_ns = a.trip_intervals.total
             edits.append(
                 scale_edit(
-                    Select(on="gap", at="round_trip"),
-                    self.remaining_work_share,
-                    self.best_remaining_work_share,
-                    self.worst_remaining_work_share,
+                    Select(on="gap", at="round_trip"), *self.range_of("remaining_work_share")
                 )
             )
             summary = (

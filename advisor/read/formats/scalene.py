@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct, field
 
 from advisor.core.errors import AdvisorError
-from advisor.core.files import open_regular
+from advisor.core.files import read_regular
 from advisor.core.finding import HotLine
 
 MAX_BYTES = 16 << 20
@@ -58,13 +58,10 @@ def read_scalene(path: str | Path) -> list[HotLine]:
     Raises AdvisorError if the file cannot be read, is too large, or is not a Scalene profile."""
     file = Path(path)
     try:
-        with open_regular(file) as stream:
-            data = stream.read(MAX_BYTES + 1)
+        data = read_regular(file, MAX_BYTES)
     except (OSError, ValueError) as error:
         strerror = getattr(error, "strerror", None)
         raise AdvisorError(f"{file}: cannot be read ({strerror or error})") from None
-    if len(data) > MAX_BYTES:
-        raise AdvisorError(f"{file}: larger than {MAX_BYTES >> 20} MiB, so not a Scalene profile")
     try:
         profile = msgspec.json.decode(data, type=_Profile)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

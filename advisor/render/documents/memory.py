@@ -209,17 +209,12 @@ _SPARE: Final = {"failed": 1, "steps": 2, "end": 2, "by": 4}
 
 def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
     """Describe one device. ``named``: include its number."""
-    when = {
-        "out of memory": "when it ran out",
-        "peak": "at its peak",
-        "snapshot": "in the snapshot, without a history",
-    }[view.at if view.at in ("out of memory", "peak") else "snapshot"]
     title = f"What held GPU {view.device}'s memory" if named else "What held the memory"
     if view.device < 0:
         title = "What held the host's memory"
-    moment = {"out of memory": "when it ran out", "peak": "at its peak"}.get(
-        view.at, "in the snapshot"
-    )
+    moments = {"out of memory": "when it ran out", "peak": "at its peak"}
+    moment = moments.get(view.at, "in the snapshot")
+    when = moments.get(view.at, f"{moment}, without a history")
     peak = f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""
     whole = max(view.allocated, 1)
     by = [

@@ -178,7 +178,7 @@ MAX_EVIDENCE_RATIO, MIN_EVIDENCE_RATIO = 1.01, 0.8
 evidence, and minimum ratio to what the fix should remove of it."""
 MAX_ASSUMED_DIFFERENCE: Final = 0.1
 """Maximum difference between the share of the work that stays and the share assumed to stay."""
-MIN_DEVICE_BOUND_SHARE: Final = 0.95
+MIN_FULLY_BUSY_SHARE: Final = 0.95
 """Minimum GPU-busy share at which other GPU work limits a step, not the host."""
 
 
@@ -398,11 +398,11 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     return [f"the gain is more than {duration}: {why}"]
 
 
-def _is_device_bound(report: Report) -> bool:
+def _is_fully_busy(report: Report) -> bool:
     """Return whether the device is so busy in the run's step that the host hardly delays it. An
     unknown busy share counts as busy."""
     scale = min(1.0, report.gain_scale or 1.0)
-    return report.busy_share is None or report.busy_share >= MIN_DEVICE_BOUND_SHARE * scale
+    return report.busy_share is None or report.busy_share >= MIN_FULLY_BUSY_SHARE * scale
 
 
 def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> str:
@@ -426,11 +426,7 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     is_faster = (
         operations <= {"scale", "merge"} and targets == {"gpu"} and max(factors, default=0) > 0
     )
-    if (
-        operations <= {"remove", "scale", "merge"}
-        and targets == {"gpu"}
-        and _is_device_bound(report)
-    ):
+    if operations <= {"remove", "scale", "merge"} and targets == {"gpu"} and _is_fully_busy(report):
         if remaining <= 1 - MIN_EVIDENCE_RATIO:
             return ""
         if is_faster and remaining <= max(factors) + MAX_ASSUMED_DIFFERENCE:
@@ -457,7 +453,7 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
         if impact.gain_ns <= compute < shown_ns:
             return "too little other GPU work can hide it"
         reason = "little of the other work is independent of it"
-        return reason if _is_device_bound(report) else "the host then limits the step"
+        return reason if _is_fully_busy(report) else "the host then limits the step"
     if operations == {"make_async"}:
         return "the GPU works during the rest of these waits"
     if not operations <= {"remove", "scale", "merge"}:
@@ -471,7 +467,7 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
         elif "gpu" in targets and report.busy_share is not None:
             reasons.append(
                 "other GPU work overlaps it"
-                if _is_device_bound(report)
+                if _is_fully_busy(report)
                 and not _leaves_idle(report, impact.gain_ns, scale * removed)
                 else "the host then limits the step"
             )
@@ -490,9 +486,9 @@ def _explain_rest(finding: Finding, remaining_share: float) -> str:
 
 def _leaves_idle(report: Report, gain_ns: float, removed_ns: float) -> bool:
     """Return whether a fix that removes ``removed_ns`` of device work leaves a step in which the
-    device is busy for less than ``MIN_DEVICE_BOUND_SHARE``."""
+    device is busy for less than ``MIN_FULLY_BUSY_SHARE``."""
     work = (report.busy_share or 0.0) * report.scope.step_ns * min(1.0, report.gain_scale or 1.0)
-    return work - removed_ns < MIN_DEVICE_BOUND_SHARE * (report.step_ns - gain_ns)
+    return work - removed_ns < MIN_FULLY_BUSY_SHARE * (report.step_ns - gain_ns)
 
 
 def _contrast_steps(report: Report) -> str:

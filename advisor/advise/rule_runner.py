@@ -94,8 +94,10 @@ def _run_and_summarize(number: int, a: Analysis, rules: list[Rule]) -> RankFindi
     return replace(checked, summary=summarize_rank(a, number, checked.findings, memory=memory))
 
 
-def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) -> RankFindings:
-    """Run the per-rank rules on one window; estimate the gains if ``prices`` is set."""
+def run_rules(
+    number: int, a: Analysis, rules: list[Rule], *, estimate_gains: bool = True
+) -> RankFindings:
+    """Run the per-rank rules on one window; estimate the gains if ``estimate_gains`` is set."""
     outcomes: list[Outcome] = []
     lost = explain_lost_records(a)
     is_cut_off = a.trace.meta.truncated
@@ -113,7 +115,7 @@ def run_rules(number: int, a: Analysis, rules: list[Rule], prices: bool = True) 
     outcomes += _list_checks_not_run(a, rules)
     if a.only_input is None:
         outcomes += skip_foreign_rules(rules, a.trace.meta)
-    return _split_by_kind(outcomes, number, a, estimator_for(a) if prices else None)
+    return _split_by_kind(outcomes, number, a, estimator_for(a) if estimate_gains else None)
 
 
 def rank_rules(

@@ -183,9 +183,9 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
         from advisor.read.formats.compile_log import log_files
 
         log_files(Path(read.compile_log))
-        return [read.compile_log], o.read_options(options, compile_log=None)
+        return [read.compile_log], o.with_read_options(options, compile_log=None)
     if read.memory_snapshot is not None:
-        return [read.memory_snapshot], o.read_options(options, memory_snapshot=None)
+        return [read.memory_snapshot], o.with_read_options(options, memory_snapshot=None)
     if read.kernel_profile is None:
         raise AdvisorError(
             "give a trace, a folder of traces, a run, --memory-snapshot FILE or "
@@ -193,7 +193,7 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
         )
     from advisor.read.directory import profile_files
 
-    return profile_files(read.kernel_profile), o.read_options(options, kernel_profile=None)
+    return profile_files(read.kernel_profile), o.with_read_options(options, kernel_profile=None)
 
 
 def check_ranks(paths: list[str], options: Options) -> None:
@@ -283,7 +283,7 @@ def examine_paths(
     from the input."""
     with out.Progress(progress) as shown:
         peek = None if names is None else names.peek
-        options = o.read_options(options, progress=shown.report_bytes, peek=peek)
+        options = o.with_read_options(options, progress=shown.report_bytes, peek=peek)
         return examine_with(paths, replace(options, on_progress=RankProgress(shown)), shown)
 
 

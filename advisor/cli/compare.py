@@ -103,7 +103,7 @@ def _compare(
     if any(saved) and options.prices is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
     with out.Progress(progress) as shown:
-        options = o.read_options(options, progress=shown.report_bytes, peek=redaction.peek)
+        options = o.with_read_options(options, progress=shown.report_bytes, peek=redaction.peek)
         examined = []
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:

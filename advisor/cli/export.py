@@ -58,7 +58,7 @@ def command(
 
     redaction = RedactionNames(redact)
     with out.Progress(progress) as shown:
-        options = o.read_options(options, progress=shown.report_bytes, peek=redaction.peek)
+        options = o.with_read_options(options, progress=shown.report_bytes, peek=redaction.peek)
         examined = examine_with([path], options, shown)
         a, report = examined.main, examined.report
         if a.record_only:

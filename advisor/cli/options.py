@@ -253,18 +253,24 @@ ANALYSIS: Final[dict[str, Any]] = {
     "recorded_gpu": RecordedGpu, "node_size": NodeSize, "node_bandwidth": NodeBandwidth,
 }  # fmt: skip
 """Analysis options and their declarations. Each is the field of ``Options`` or ``ReadOptions`` with
-the same name, unless :func:`analysis` translates it."""
+the same name, unless :func:`build_options` translates it."""
 
 
-def with_options(*names: str, **own: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options(
+    *names: str, **declarations: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that replaces a command's parameter ``options`` with these options of
-    ANALYSIS, in its order. ``own``: options with the command's own declaration."""
-    declared = {name: own.get(name, ANALYSIS[name]) for name in ANALYSIS if name in {*names, *own}}
+    ANALYSIS, in its order. ``declarations``: options that this command declares otherwise. Raises
+    ValueError for a name that ANALYSIS lacks."""
+    chosen = {*names, *declarations}
+    if unknown := chosen - ANALYSIS.keys():
+        raise ValueError(f"no options of an analysis: {', '.join(sorted(unknown))}")
+    declared = {name: declarations.get(name, ANALYSIS[name]) for name in ANALYSIS if name in chosen}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def run(**values: Any) -> None:
-            options = analysis(**{name: values.pop(name) for name in declared})
+            options = build_options(**{name: values.pop(name) for name in declared})
             command(options=options, **values)
 
         parameters: list[inspect.Parameter] = []
@@ -284,7 +290,7 @@ def with_options(*names: str, **own: Any) -> Callable[[Callable[..., None]], Cal
     return decorate
 
 
-def analysis(
+def build_options(
     *,
     steps: str | None = None,
     rules: Path | None = None,
@@ -321,6 +327,6 @@ def analysis(
     )
 
 
-def read_options(options: Options, **changes: Any) -> Options:
+def with_read_options(options: Options, **changes: Any) -> Options:
     """Return a copy of the options with more fields of :class:`~advisor.read.ReadOptions` set."""
     return replace(options, read=replace(options.read, **changes))

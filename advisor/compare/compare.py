@@ -41,7 +41,8 @@ MIN_SAME_OPERATORS_SHARE = 0.8
 """Minimum matched share, by operator alone, at which only the input shapes differ."""
 MAX_DISAGREEMENT = 0.1
 """Largest relative difference at which gain and prediction still agree, even with narrow ranges. A
-replay that misses the step by this share still estimates gains (``trust.MAX_STEP_ERROR``)."""
+replay that misses the step by this share still estimates gains
+(``replay_quality.MAX_STEP_ERROR``)."""
 
 MIN_MATCHED, MIN_MATCHED_RENAMED = 0.2, 0.3
 """Minimum share of time in work of both runs, below which they are different programs. The second

@@ -120,7 +120,8 @@ class Phase(Struct, frozen=True):
 
 
 class RecordedSteps(Struct, kw_only=True):
-    """Figures of the recorder for the unprofiled steps around the profiled window."""
+    """Figures of the recorder for all steps of a run. Those in profiled windows are counted, but
+    only the others give its times."""
 
     steps: int
     """Number of recorded steps."""

@@ -39,7 +39,7 @@ search ends: something unseen works on them, perhaps training."""
 
 LONG_CALL_NS = 1_000_000_000
 """Minimum length of a ``generate`` call after its first forward, ns, whose forwards are steps."""
-MIN_TOKENS = 3
+MAX_UNSPLIT_FORWARDS = 3
 """Maximum number of forwards in a ``generate`` call whose forwards are not steps."""
 
 LEARNING = frozenset((BACKWARD, OPTIMIZER))
@@ -298,7 +298,9 @@ class InferenceStepFinder:
         self._call_forwards += 1
         if self._call_forwards == 1:
             self._first_token_ns = now
-        is_long = self._call_forwards > MIN_TOKENS and now - self._first_token_ns > LONG_CALL_NS
+        is_long = (
+            self._call_forwards > MAX_UNSPLIT_FORWARDS and now - self._first_token_ns > LONG_CALL_NS
+        )
         if not is_long or not self._splits_calls:
             return
         self._steps_are_tokens, self._call_forwards, self._primary = True, 0, None

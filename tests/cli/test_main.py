@@ -291,7 +291,13 @@ def test_every_shared_option_arrives_in_the_analysis() -> None:
     for name in o.ANALYSIS:
         if name == "prices":  # a file, in place of --price
             continue
-        assert o.analysis(**{name: fields[name]}) != o.analysis(), name
+        assert o.build_options(**{name: fields[name]}) != o.build_options(), name
+
+
+@pytest.mark.parametrize(("names", "declared"), [(("rank", "step"), {}), ((), {"step": o.Steps})])
+def test_misspelt_option_raises(names: tuple[str, ...], declared: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^no options of an analysis: step$"):
+        o.with_options(*names, **declared)
 
 
 @pytest.mark.parametrize("command", ["whatif", "project", "fit"])

@@ -38,7 +38,7 @@ def findings_of_rule(rule: Rule, example: Read) -> list[Finding]:
     if isinstance(example, dict):
         result = estimated_findings(example, [rule])
     else:
-        result = run_rules(-1, example, [rule], prices=False)
+        result = run_rules(-1, example, [rule], estimate_gains=False)
         if result.findings:
             result = run_rules(-1, example, [rule])
     assert not [n.why for n in result.skipped if n.why.startswith(RULE_FAILED)]

@@ -32,7 +32,7 @@ def analysis(path: str) -> Analysis:
 
 
 def findings_of(a: Analysis, rule: str) -> list[Finding]:
-    return run_rules(0, a, [RULES[rule]], prices=False).findings
+    return run_rules(0, a, [RULES[rule]], estimate_gains=False).findings
 
 
 def evidence_value(finding: Finding, start: str) -> float:

@@ -60,7 +60,7 @@ def fired_rules(*paths: str) -> frozenset[str]:
     results = {
         finding.rule
         for number, a in analyses.items()
-        for finding in run_rules(number, a, rules, prices=False).findings
+        for finding in run_rules(number, a, rules, estimate_gains=False).findings
     }
     if len(analyses) > 1:
         results |= {finding.rule for finding in estimated_findings(analyses, rules).findings}

@@ -83,6 +83,7 @@ CASES = {
     "dropout_samples": "repeated-trunk",
     "clip_frames": "dropped-positions",
     "modes": "scattered-matrices",
+    "year_windows": "whole-record-items",
 }
 
 

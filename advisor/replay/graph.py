@@ -143,7 +143,6 @@ class EdgeKind(IntEnum):
     HANDOFF = 6  # one host thread wakes another
     LOADER = 7  # the loader's workers produce at their own rate
     CONTENTION = 8  # a kernel that fills the device -> work that waits for room
-    COLLECTIVE = 9  # ranks that enter a collective -> all of them continue
 
 
 @dataclass

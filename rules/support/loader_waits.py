@@ -187,10 +187,9 @@ def sample_loading(a: Analysis, waits: LoaderWaits | None = None) -> LoadingSamp
     cpu = a.trace.cpu
     sampler_rows = np.flatnonzero(name_matches(cpu["name"], _SAMPLER_FRAME).to_numpy())
     if waits is not None and len(sampler_rows):
-        ts, dur = (cpu[column].to_numpy() for column in ("ts", "dur"))
-        loading = intersect(union(ts[waits.host], (ts + dur)[waits.host]), a.spans)
-        sampler_intervals = intersect(union(ts[sampler_rows], (ts + dur)[sampler_rows]), loading)
-        share = sampler_intervals.total / max(waits.total, 1)
+        loading = intersect(intervals_of(cpu, waits.host), a.spans)
+        in_sampler = intersect(intervals_of(cpu, sampler_rows), loading)
+        share = in_sampler.total / max(waits.total, 1)
     elif sum(s.samples for s in stacks) < MIN_SAMPLES:
         share = 0.0
     return LoadingSamples(share if share >= MIN_SAMPLER_SHARE else 0.0, *lines)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
-from advisor.advise.priority import EQUAL_GAIN, is_more_certain
+from advisor.advise.priority import EQUAL_GAIN, PRECISION, is_more_certain
 from advisor.advise.program_wording import ACTIVITIES
 from advisor.core import labels
 from advisor.core import text as t
@@ -70,6 +70,18 @@ def counted_steps(report: Report) -> int:
     return 1 if report.per == "recording" else max(1, report.scope.steps_used)
 
 
+def host_time(report: Report, finding: Finding) -> float | None:
+    """Return the time per step, ns, that a finding shows, if it is time of the host's operators, of
+    which a place is a part. ``None`` if a device works: its time is not that of operators."""
+    shown = finding.shown_time
+    of_operators = {
+        ("op" in edit.select.kind and edit.op in ("scale", "remove")) for edit in finding.edits
+    }
+    if report.scope.device is not None or of_operators != {True} or shown is None:
+        return None
+    return None if isinstance(shown.value, str) else shown.value
+
+
 def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
     """Return the places of a finding, worst first, without repeated names."""
     result: dict[object, Location] = {}
@@ -78,6 +90,15 @@ def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
             (place.file, place.line, place.function, place.op, place.kernel, place.step), place
         )
     return list(result.values())[:limit]
+
+
+def new_sentences(summary: str, said: str) -> str:
+    """Return the sentences of a summary that a text does not contain already."""
+    result, rest = [], summary
+    while rest:
+        sentence, rest = t.split_sentences(rest, 0)
+        result += [sentence] * (sentence not in said)
+    return " ".join(result)
 
 
 SAMPLED_LINE: Final = "stack samples point to"
@@ -587,7 +608,9 @@ def _explain_order(finding: Finding, report: Report) -> list[str]:
     elif gain(largest) <= (1 + EQUAL_GAIN) * gain(finding):
         why = "the two gains are about equal"
         other_low = 0 if largest.impact is None else largest.impact.low_ns or 0
-        if (finding.impact.low_ns or 0) > other_low:
+        if largest.alternatives == PRECISION:
+            why = "the two gains are about equal, and this fix keeps the results"
+        elif (finding.impact.low_ns or 0) > other_low:
             why = "the gains are about equal, and this one's range starts higher"
     elif drops_launches and any(edit.op == "make_async" for edit in finding.edits):
         why = "a CUDA graph cannot be captured around its waits"

@@ -359,7 +359,7 @@ def _advise_on_memory(view: MemoryView, report: Report) -> str:
         first, cheaper, largest = changes
         cost = COSTS.get(first.change, ("", "it adds no work to a step"))[1]
         other_changes = (
-            "" if cheaper is first else f" Most is freed by: {_describe_saving(largest, view)}."
+            "" if cheaper is first else f" Most is freed by {_describe_saving(largest, view)}."
         )
         if cheaper not in (first, largest):
             other_changes = (
@@ -367,7 +367,8 @@ def _advise_on_memory(view: MemoryView, report: Report) -> str:
             )
         is_limit_unknown = view.request is None and report.memory_capacity_bytes is None
         opening = "If memory is short, first" if is_limit_unknown else "First"
-        return f"{opening}: {_describe_saving(first, view)}; {cost}.{other_changes}{snapshot_hint}"
+        saving = _describe_saving(first, view)
+        return f"{opening} {saving}; {cost}.{other_changes}{snapshot_hint}"
     if view.at != "peak" and view.source != "timeline":
         return (
             f"Its peak is unknown: call {RECORD_HISTORY} at the program's start, and "
@@ -378,7 +379,7 @@ def _advise_on_memory(view: MemoryView, report: Report) -> str:
 
 def _describe_saving(saving: MemorySaving, view: MemoryView) -> str:
     share = t.format_share(saving.bytes / view.allocated)
-    return f"{saving.change}, {t.format_bytes(saving.bytes)} ({share})"
+    return f"'{saving.change}': {t.format_bytes(saving.bytes)} ({share})"
 
 
 def memory_limits(a: Analysis) -> list[Limit]:

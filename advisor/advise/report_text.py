@@ -189,6 +189,8 @@ def describe_replayed_others(replayed: int, measured: int) -> list[str]:
 
 MIN_OUTSIDE_SHARE = 0.01
 """Minimum share of a run's time at which the time between its steps is shown."""
+MIN_PAUSES_SHARE = 0.05
+"""Minimum share of long pauses in a run's time at which its line shows them."""
 MIN_SAME_CAUSE_SHARE = 0.5
 """Minimum share of an excess that a cause must explain to be named. The window's steps may exceed
 the run's because nearby unprofiled steps do too, and the mean the median because of slow steps."""
@@ -291,11 +293,10 @@ def describe_recorded_steps(report: Report) -> list[str]:
     parts += _describe_slow_steps(report)
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.format_duration(view.p99_ns)}")
-    if view.outside_ns and (view.outside_share or 0.0) >= MIN_OUTSIDE_SHARE:
+    if view.outside_ns and (view.outside_share or 0.0) >= MIN_PAUSES_SHARE:
         parts.append(
-            f"pauses of {t.format_duration(view.outside_ns)} in all between steps "
-            f"({t.format_share(view.outside_share)} of the time after the first), "
-            "such as validation, rollouts and checkpoints"
+            f"long pauses between steps: {t.format_duration(view.outside_ns)} in all "
+            f"({t.format_share(view.outside_share)} of the time after the first step)"
         )
     if view.ended is None:
         parts.append("killed or still running")
@@ -355,7 +356,8 @@ def _describe_slow_steps(report: Report) -> list[str]:
     if slow is None:
         return []
     names = ", ".join(map(str, slow.numbers))
-    which = f" ({names})" if len(slow.numbers) <= MAX_NAMED_STEPS else ""
+    steps = "step" if len(slow.numbers) == 1 else "steps"
+    which = f" ({steps} {names})" if len(slow.numbers) <= MAX_NAMED_STEPS else ""
     return [f"{slow.sentence_start}{which}: {t.format_share(slow.share)} of the time"]
 
 
@@ -373,8 +375,7 @@ def describe_phases(report: Report) -> list[str]:
 
 
 PHASE_NAMES: Final = {
-    "other": "code outside loading, forward, backward and optimizer",
-    "between steps": "code between the steps",
+    "other": "code outside the training phases",
 }
 
 
@@ -438,17 +439,20 @@ def headline_numbers(report: Report) -> list[Line]:
         critical = report.replay.critical
         path = path_parts(critical, report.scope.framework)
         unknown = sum(part.share for part in report.idle if part.cause in ("unknown", "end"))
-        if unknown >= MIN_UNKNOWN_IDLE_SHARE:  # the host's work in this time is not recorded
-            path = []
+        idle = sum(part.share for part in report.idle)
+        host_share = critical.get("host", 0.0) / (sum(critical.values()) or 1.0)
+        if unknown >= MIN_UNKNOWN_IDLE_SHARE * idle and host_share >= MIN_HOST_PATH_SHARE:
+            path = []  # the host's work in this time is not recorded
         busy_share = report.busy_share
         if report.replay.unprofiled and report.step is not None:
             busy_share = report.step.busy_share or busy_share
         if path and _has_hidden_work(critical, busy_share):
-            path[[*critical].index("host")] += ", while the GPU works too"
+            works = f"the GPU works in {t.format_share(busy_share)} of the {report.per}"
+            path[[*critical].index("host")] += f" ({works})"
             if (busy_share or 0.0) >= MIN_HIDING_BUSY_SHARE:
                 most = t.format_share(1 - (busy_share or 0.0))
                 path.append(f"a faster host saves at most {most}")
-        named = "critical path" + ", unprofiled" * report.replay.unprofiled
+        named = "critical path" + " without the profiler" * report.replay.unprofiled
         lines.append(("path", [f"{named}: {path[0]}", *path[1:]] if path else []))
     if report.host and report.time:
         host_parts = [
@@ -616,8 +620,9 @@ def _describe_families(report: Report) -> list[str]:
     return [*shown, f"{work} {t.format_per(report.per)}"]
 
 
-MIN_UNKNOWN_IDLE_SHARE: Final = 0.5
-"""Minimum share of idle time of unknown cause in a step at which its critical path is unknown."""
+MIN_UNKNOWN_IDLE_SHARE, MIN_HOST_PATH_SHARE = 0.5, 0.1
+"""Minimum share of unknown causes in the idle time, and of the host in the critical path, at which
+this path is not shown: most of the host's part is not recorded."""
 MIN_OVERLAP_TOTAL: Final = 1.05
 """Minimum sum of the host's share of the critical path and the device's busy share at which the
 report says that they overlap. The two do not add up to one whole."""
@@ -704,8 +709,10 @@ def format_speedup(report: Report) -> str:
         return ""
     uncertain = sum(impact.gain_ns or 0 for impact in gains if impact.low_ns == 0)
     total = sum(impact.gain_ns or 0 for impact in gains)
+    bound = "up to " * any(map(t.is_upper_bound, gains))
     may_be_less = uncertain > 0 and uncertain >= MIN_UNCERTAIN_SHARE * total
-    bound = "up to " * (any(map(t.is_upper_bound, gains)) or may_be_less)
+    if may_be_less and not bound:
+        bound = "perhaps "
     return f"{bound}{t.format_speedup(ratio)}"
 
 
@@ -723,8 +730,9 @@ def describe_all_fixes(report: Report) -> str:
         sure = t.format_share(findings[0].confidence)
         fixes = f"If this is the cause, of which advisor is {sure} sure"
     busy = None if report.replay is None else report.replay.busy_after_ns
+    of_other_step = report.step is not None and report.step.window_differs
     busy_after = ""
-    if busy is not None and report.time:
+    if busy is not None and report.time and not of_other_step and speedup[0].isdigit():
         busy_after = f", GPU busy {t.format_share(min(1.0, busy / after))}"
     return (
         f"{fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
@@ -741,9 +749,14 @@ def describe_all_fixes(report: Report) -> str:
 def gains_overlap(report: Report) -> bool:
     """Return whether the listed gains are out of order, or do not add up."""
     gains = [impact.gain_ns or 0 for impact in gains_of_findings(report) if impact.unit != "run"]
-    is_ordered = all(after <= before for before, after in itertools.pairwise(gains))
     total = report.step_ns - step_after_fixes(report)
-    return len(gains) > 1 and not (is_ordered and abs(sum(gains) - total) < 0.01 * total)
+    return len(gains) > 1 and not (gains_fall(report) and abs(sum(gains) - total) < 0.01 * total)
+
+
+def gains_fall(report: Report) -> bool:
+    """Return whether no listed fix gains more than one before it."""
+    gains = [impact.gain_ns or 0 for impact in gains_of_findings(report) if impact.unit != "run"]
+    return all(after <= before for before, after in itertools.pairwise(gains))
 
 
 def describe_chosen_fixes(fix_sequence: FixSequence) -> str:

@@ -40,7 +40,7 @@ from advisor.advise.recording_limits import (
     schedule_of,
 )
 from advisor.advise.report_fields import MIN_APART_SHARE
-from advisor.advise.report_text import PHASE_NAMES, find_slow_steps, format_speedup, name_phase
+from advisor.advise.report_text import find_slow_steps, format_speedup, name_phase
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import LAYER_TIMES, Finding
@@ -116,7 +116,7 @@ def write_verdict(
         leak_is_last = status == "bottlenecks" and not vague
         text = f"{text} {leak}" if leak_is_last else f"{leak} {text}"
         status = "limited" if status == "healthy" else status
-    text += _describe_all_fixes(report, status)
+    text += _ask_for_typical_steps(report, status) + _describe_all_fixes(report, status)
     if part_of_step_text := part_of_step(a):
         status, text = "limited", f"{part_of_step_text} {text} {record_whole_steps(a.trace.meta)}"
     pauses, leads = _describe_time_between_steps(report, roles)
@@ -152,7 +152,26 @@ def _describe_pauses(report: Report) -> str:
     share = None if report.recorded is None else report.recorded.outside_share
     if share is None or share < MIN_PAUSE_SHARE:
         return ""
-    return f"Pauses between steps take {t.format_share(share)} of the time after the first step."
+    return (
+        f"Long pauses between steps take {t.format_share(share)} of the time after the first step."
+    )
+
+
+def _ask_for_typical_steps(report: Report, status: str) -> str:
+    """Ask for other steps if the profiled ones take far longer than the run's, and not because of
+    the profiler. Empty if they do not."""
+    step = report.step
+    excess = None if step is None or step.profiler_overhead is not None else step.window_excess
+    if status != "bottlenecks" or excess is None or excess < MIN_UNTYPICAL_EXCESS:
+        return ""
+    if _describe_slow_steps(report):
+        return ""  # any of the run's steps is untypical
+    return f" The profiled steps take {1 + excess:.1f} times the run's: profile later ones."
+
+
+MIN_UNTYPICAL_EXCESS = 1.0
+"""Minimum excess of the profiled steps over the run's, as a share of these, at which the verdict
+asks for other steps."""
 
 
 def _describe_all_fixes(report: Report, status: str) -> str:
@@ -188,10 +207,9 @@ def _describe_time_between_steps(
     gain = 0.0
     if first is not None and first.impact is not None and not is_unseen_code(first):
         gain = (first.impact.share or 0.0) * (1 - share)
-    where = "evaluation, checkpoints and similar work"
     return (
-        f"{t.format_share(share)} of the time after the first step is in pauses between steps: "
-        f"{where}."
+        f"{t.format_share(share)} of the time after the first step is in long pauses between "
+        "steps, perhaps evaluation or checkpoints."
     ), gain < share
 
 
@@ -250,7 +268,8 @@ def _write_main_verdict(
     text = f"GPU {busy_of}{_describe_exposed_time(report)}"
     if has_large_gain(report):
         lead = _name_first_finding(report, part=bool(part_of_step(a)))
-        return "bottlenecks", f"{text}. {lead}.{_explain_idle(report, a)}"
+        text = f"{text}.{_warn_of_varying_kernels(a)} {lead}."
+        return "bottlenecks", f"{text}{_explain_idle(report, a)}"
     small = _name_largest_gain(report)
     profile = " Profile kernels with hardware counters." * bool(report.profile_kernels)
     if busy_share >= HEALTHY_BUSY_SHARE and (reason := _explain_not_healthy(report, a)):
@@ -325,8 +344,8 @@ def _name_busy(report: Report, own_share: float | None = None) -> str:
         return f"{share} of {_name_step(report)}"
     of_window = own_share is None or abs(own_share - (report.busy_share or 0.0)) < 1e-6
     if step.varies or of_window:
-        takes = f"{t.format_duration(report.step_ns)}{' on average' * step.varies}"
-        return f"{share} of a profiled step ({takes} without the profiler)"
+        takes = f"{'mean ' * step.varies}{_name_unit(report)} {t.format_duration(report.step_ns)}"
+        return f"{share} while profiled ({takes} without the profiler)"
     profiled = f" ({share} while profiled)" * (t.format_share(own_share) != share)
     return f"{t.format_share(own_share)} of {_name_step(report)}{profiled}"
 
@@ -386,10 +405,12 @@ def _write_host_verdict(
             return "limited", f"{why} {unseen}"
     share, part = _name_longest_on_host(report, top)
     longest_part = f"The longest part on the host is {part}."
+    if part.startswith(t.host_label("dispatch")):
+        longest_part = _name_longest_operator(report)
     if has_large_gain(report):
         first = report.findings[0]
         own_share = 0.0 if first.impact is None else first.impact.share or 0.0
-        is_own_code = part.startswith(tuple(PHASE_NAMES.values()))
+        is_own_code = part.startswith(tuple(map(name_phase, OWN_PHASES)))
         if is_unseen_code(first) and (share <= own_share or is_own_code):
             longest_part = ""  # a part of the finding, under another name
         lead = f"{_name_first_finding(report)}."
@@ -424,7 +445,8 @@ def _describe_host_steps(report: Report, a: Analysis, of_step: str, rules: Seque
     if computes:
         found = f"Its {step} is almost all the model's own computation: "
     parts += [found + largest] if computes else [found, largest]
-    if report.recorded is not None and report.recorded.phases and "loading data" not in facts:
+    has_phases = report.recorded is not None and bool(report.recorded.phases)
+    if report.recorded is not None and has_phases and not largest and "loading data" not in facts:
         phases = report.recorded.phases[:2]
         shown = t.list_names(f"{name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
         of_run = " of the run's steps" * (report.scope.step_source != "record")
@@ -441,9 +463,9 @@ def _describe_host_steps(report: Report, a: Analysis, of_step: str, rules: Seque
         parts.append(f"{nothing} was found, but {_NEEDED}.")
     elif report.recorded is not None and not report.recorded.steps:
         parts.append(NO_STEP)
-    else:
+    elif not facts:
         skipped = {rule for check in report.not_checked for rule in check.rule.split(", ")}
-        done = {rule.host_check for rule in rules if rule.id not in skipped} - set(facts)
+        done = {rule.host_check for rule in rules if rule.id not in skipped}
         checks = [check for check in get_args(HostCheck) if check and check in done]
         parts += [f"Looked at: {', '.join(checks)}."] * bool(checks)
     return " ".join(filter(None, parts))
@@ -556,13 +578,28 @@ MAJORITY_SHARE, NEARLY_ALL_SHARE = 0.5, 0.95
 """Shares above which a part is called most, and from which it is called nearly all."""
 
 
+def _name_longest_operator(report: Report) -> str:
+    """Name the operator with most time in the profiled step. Empty if none has most of it."""
+    if not report.operators or report.operators[0].share <= MAJORITY_SHARE:
+        return ""
+    is_other_step = report.step is not None and report.step.window_differs
+    step = f"a profiled {_name_unit(report)}" if is_other_step else _name_step(report)
+    operator, share = report.operators[0], t.format_share(report.operators[0].share)
+    return (
+        f"The longest operator of {step} is {labels.clean(operator.name)}: {share} {_OF_OPERATORS}."
+    )
+
+
+_OF_OPERATORS = "of operators' time"
+
+
 def _name_leading_operator(a: Analysis, operator: OperatorTime) -> str:
     """Name the operator with most time: ``led by aten::mm (38% of operators' time)``."""
     led = "mostly" if operator.share > MAJORITY_SHARE else "led by"
     sampled = line_of_operator(a, operator.name)
     place = "" if sampled is None else f", {sampled.location.file}:{sampled.location.line}"
     share = t.format_share(operator.share)
-    return f"{led} {labels.clean(operator.name)} ({share} of operators' time{place})"
+    return f"{led} {labels.clean(operator.name)} ({share} {_OF_OPERATORS}{place})"
 
 
 MIN_OPERATORS_SHARE = 0.9
@@ -630,12 +667,9 @@ def _explain_idle_without_fix(report: Report, a: Analysis) -> str:
 
 def _explain_idle(report: Report, a: Analysis) -> str:
     """Say why the GPU idles, or what to record if that is unknown. Only if this idle time is longer
-    than what all fixes gain, and than any work. Also report identical kernels that vary."""
+    than what all fixes gain, and than any work, and if identical kernels do not vary."""
     if a.varying_kernels.are_most:
-        return (
-            f" Identical kernels differ {a.varying_kernels.ratio:.0f}-fold in duration: another "
-            "process may use the GPU, or its clock dropped. Record again."
-        )
+        return ""
     gain = sum(map(_compute_marginal_share, report.findings))
     largest = max([gain, *(part.share for part in report.time if part.name != "idle")])
     share = sum(part.share for part in report.idle if part.cause == "unknown")
@@ -653,6 +687,16 @@ def _explain_idle(report: Report, a: Analysis) -> str:
         for part in named
     )
     return f" The GPU idles for {causes}."
+
+
+def _warn_of_varying_kernels(a: Analysis) -> str:
+    """Say that identical kernels vary, so that their times prove little. Empty if they do not."""
+    if not a.varying_kernels.are_most:
+        return ""
+    return (
+        f" Identical kernels differ {a.varying_kernels.ratio:.0f}-fold in duration. Record again "
+        "first: another process may use the GPU, or its clock dropped."
+    )
 
 
 def _compute_marginal_share(finding: Finding) -> float:
@@ -693,7 +737,7 @@ def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}. For {t.format_share(queued)}, it has queued kernels. "
+        f"{idle} ({t.format_share(queued)} with kernels queued). "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in recording else UNFILTERED}"
     )
 
@@ -888,8 +932,8 @@ def _name_possible_fix(report: Report, note: Finding) -> str:
     """Name the fix of a note, and the share of the step that the note is about if that is large."""
     about = ""
     if is_large_note(note, report):
-        about = f", on {t.format_share(share_of_note(note, report))} of the {report.per}"
-    return f"{t.first_clause(note.fix)} (unproven{about})"
+        about = f", for {t.format_share(share_of_note(note, report))} of the {report.per}"
+    return f"Unproven{about}: {_lower_title(t.first_clause(note.fix))}"
 
 
 def _name_larger_note(report: Report, text: str) -> str:
@@ -900,7 +944,8 @@ def _name_larger_note(report: Report, text: str) -> str:
     note = max(large, key=lambda n: share_of_note(n, report), default=None)
     if note is None or not first or share_of_note(note, report) < MIN_NOTE_RATIO * first:
         return ""
-    return "" if t.first_clause(note.fix) in text else f" {_name_possible_fix(report, note)}."
+    possible_fix = _name_possible_fix(report, note)
+    return "" if possible_fix in text else f" {possible_fix}."
 
 
 def _compare_with_rates(report: Report) -> tuple[str, bool]:
@@ -948,7 +993,8 @@ def _name_slow_family(report: Report) -> str:
         if share >= MIN_FAMILY_SHARE and rate < LOW_RATE:
             return (
                 f"The {family} kernels ({t.format_share(share)} of kernel time) reach "
-                f"{t.format_share(rate)} of their attainable rate, and the trace does not show why"
+                f"{t.format_share(rate)} of their attainable rate, which costs up to "
+                f"{t.format_share(share * (1 - rate))} of it. The trace does not show why"
             )
     return ""
 
@@ -957,7 +1003,8 @@ def _lower_title(title: str) -> str:
     """Return a title for use within a sentence. Names keep their capital: ``NCCL …``, ``DataLoader
     …``."""
     word = title.split(" ", 1)[0]
-    return title if word[1:] != word[1:].lower() else t.lower_first(title)
+    is_name = word[1:] != word[1:].lower() or any(sign in word for sign in "._(")
+    return title if is_name else t.lower_first(title)
 
 
 def _name_first_finding(report: Report, *, part: bool = False) -> str:
@@ -989,11 +1036,16 @@ def _name_first_finding(report: Report, *, part: bool = False) -> str:
     # the finding itself says what this depends on
     is_uncertain = part or is_unsure(first) or (about and impact.low_ns == 0)
     saves = "may save" if is_uncertain else "saves"
-    return f"{opening}: {title}. A fix {saves} {about}{saving}{_format_share_and_range(first)}"
+    fix = "A fix"
+    if first.fix.startswith(_SEARCHES):
+        fix, saves = "Removing its cause", "may save"
+    return f"{opening}: {title}. {fix} {saves} {about}{saving}{_format_share_and_range(first)}"
 
 
 RECORD_DEEP = "advisor record --deep"
 """Command that records the lines of Python code."""
+_SEARCHES = ("Check ", "Compare ", "Find ")
+"""First words of fixes that look for a cause."""
 _TAKES_MUCH = re.compile(r" takes much of the step$")
 
 

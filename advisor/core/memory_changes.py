@@ -87,6 +87,7 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
         "fix": "Use an 8-bit optimizer",
         "code": "# pip install bitsandbytes\n"
         "import bitsandbytes\n"
+        "# AdamW8bit in place of AdamW: other optimizers have such a class too\n"
         f"optimizer = bitsandbytes.optim.AdamW8bit({_PARAMETERS})",
     },
     "half the batch": {

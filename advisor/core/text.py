@@ -49,7 +49,7 @@ HOST_LABELS: Final = {
     "communication": "in MPI", "drain": "waiting for the queue to drain",
     "unknown": "outside operators", "unrecorded": "nothing recorded",
     "autograd": "waiting for backward", "data": "loading data", "h2d": "uploads",
-    "other": "code outside these phases",
+    "other": "code outside these phases", "between steps": "code between steps",
 }  # fmt: skip
 """Names of classes of host time (``measure.steps.timeline.CLASSES``), and of recorded phases."""
 
@@ -315,9 +315,12 @@ MIN_MAIN_SHARE: Final = 0.9
 """Minimum share of a finding's time at which one place represents all."""
 
 
-def location_figures(location: Location, steps: int = 1, per: Per = "step") -> list[str]:
+def location_figures(
+    location: Location, steps: int = 1, per: Per = "step", time_ns: float | None = None
+) -> list[str]:
     """Return how often a finding occurs at a place, and how long the worst instance takes.
-    ``steps``: number of steps in which events are counted. ``per``: their unit."""
+    ``steps``: number of steps in which events are counted. ``per``: their unit. ``time_ns``: the
+    finding's time per step, ns, if the place's own instances are a part of it."""
     parts = []
     # one instance of one of several layers is an example
     count = None if location.count == 1 and (location.layer or "")[:1].isdigit() else location.count
@@ -329,9 +332,15 @@ def location_figures(location: Location, steps: int = 1, per: Per = "step") -> l
             amount = f"{format_number(mean_count)} {location.counted}{'s' * (mean_count != 1)} here"
         unit = f" {format_per(per)}" if count >= steps else f" in {count_noun(steps, per)}"
         parts.append(f"{amount}{unit}" if steps > 1 else amount)
-    if location.share is not None and location.share < MIN_MAIN_SHARE:
-        parts.append(f"{format_share(location.share)} of this finding's time")
-    if location.dur_ns is not None:
+    share = 1.0 if location.share is None else location.share
+    most_ns = (location.dur_ns or 0) * (count or 1) / steps
+    part_ns = (time_ns or 0.0) * min(share, MIN_MAIN_SHARE)
+    is_bounded = 0 < most_ns < part_ns  # the share is of the calls that are listed
+    if share < MIN_MAIN_SHARE and not is_bounded:
+        parts.append(f"{format_share(share)} of this finding's time")
+    if is_bounded:
+        parts.append(f"at most {format_duration(most_ns)} of the {format_duration(time_ns)}")
+    elif location.dur_ns is not None:
         worst = "worst " if count is not None and count > 1 else ""
         if count is None and (location.op or location.kernel):
             worst = "one takes "
@@ -462,14 +471,14 @@ def first_clause(text: str) -> str:
 
 
 def shorten_evidence(text: str, shorten: Callable[[str], str] = first_sentence) -> str:
-    """Return the beginning of a text, as ``shorten`` cuts it. If it states no time and the second
+    """Return the beginning of a text, as ``shorten`` cuts it. If it states no time and a later
     sentence does, return both sentences."""
-    first, *others = _SENTENCE_END.split(clean(text).strip(), maxsplit=2)
+    first, *others = _SENTENCE_END.split(clean(text).strip())
     result = shorten(text)
-    second = first_sentence(others[0]) if others else ""
-    if _TIME.search(result) or not _TIME.search(second):
+    timed = next((other for other in others if _TIME.search(other)), "")
+    if _TIME.search(result) or not timed:
         return result
-    return f"{first_sentence(first)}. {second}"
+    return f"{first_sentence(first)}. {first_sentence(timed)}"
 
 
 _TIME: Final = re.compile(r"\d (?:ns|µs|ms|s|min|h)\b")

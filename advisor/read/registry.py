@@ -77,9 +77,14 @@ def reader_of(source: ByteSource) -> Reader:
         and known_kind[1] is not None  # there is advice: the file belongs to another tool
         and max(claim for claim, _ in claims) is not ReaderClaim.SURE
     ):
-        kind, advice = known_kind or (f"unknown format ({source.beginning()})", None)
+        is_csv = str(source.path).lower().endswith(".csv")
+        unknown = (f"unknown format ({source.beginning()})", _CSV_ADVICE if is_csv else None)
+        kind, advice = known_kind or unknown
         raise AdvisorError(f"{source.path}: {kind}; {advice or SEE_FORMATS}")
     return max(claims, key=lambda claim: claim[0])[1]
+
+
+_CSV_ADVICE = f"of CSV files, advisor reads those of ncu --csv --page raw; {SEE_FORMATS}"
 
 
 def refuse_unknown(first: bytes, path: str) -> None:

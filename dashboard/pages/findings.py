@@ -224,7 +224,12 @@ def _place_list(view: PageView, report: Report, finding: Finding) -> Any:
             for label_and_name in zip(texts, full_names, strict=True)
         ]
         figures = " · ".join(
-            t.location_figures(place, finding_text.counted_steps(report), report.per)
+            t.location_figures(
+                place,
+                finding_text.counted_steps(report),
+                report.per,
+                finding_text.host_time(report, finding),
+            )
         )
         href = timeline_href(view, finding, place)
         editor_address = editor_href(view.session.editor, place)

@@ -115,9 +115,9 @@ class ExposedCommunication(Rule):
     code = (
         "# keep your other arguments\n"
         "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)\n\n"
-        "# With FSDP2, call fully_shard(block) for each block, then:\n"
+        "# or, with FSDP2: call fully_shard(block) for each block, then\n"
         "block.set_modules_to_forward_prefetch([next_block])\n\n"
-        "# your own collectives\n"
+        "# or, with your own collectives\n"
         f"{NO_GRADIENT}work = dist.all_to_all_single(received, sent, async_op=True)\n"
         "...  # independent compute\n"
         "work.wait()"
@@ -288,7 +288,7 @@ class ExposedCommunication(Rule):
         "before independent compute and wait as late as possible. Then send fewer bytes.",
         "code": "# FSDP2: fully_shard(block) for each block, then\n"
         "block.set_modules_to_forward_prefetch([next_block])\n\n"
-        "# your own collectives\n"
+        "# or, with your own collectives\n"
         "work = dist.all_to_all_single(received, sent, async_op=True)\n"
         "...  # independent compute\n"
         "work.wait()",

@@ -140,9 +140,9 @@ class MissingNoSync(Rule):
         time_ns = int(needless["dur"].sum()) / a.step_count
         yield Finding(
             summary=(
-                f"Each of {k} backward passes per optimizer step reduces gradients over all ranks: "
-                f"{t.format_bytes(sent_bytes)} instead of {t.format_bytes(once_bytes)}. The "
-                f"needless reductions take {t.format_duration(time_ns)} {t.format_per(a.per)}."
+                f"Needless reductions take {t.format_duration(time_ns)} {t.format_per(a.per)}: "
+                f"each of {k} backward passes per optimizer step reduces gradients over all ranks, "
+                f"{t.format_bytes(sent_bytes)} instead of {t.format_bytes(once_bytes)}."
             ),
             evidence=[
                 Evidence("passes per optimizer step", k, "count", 2, "one pass needs no no_sync"),

@@ -74,11 +74,10 @@ class SmallCollectives(Rule):
     )
     code = (
         "flat = torch._utils._flatten_dense_tensors(grads)\n"
-        "dist.all_reduce(flat)\n"
+        "dist.all_reduce(flat)    # a sum: divide it if your code does\n"
         "news = torch._utils._unflatten_dense_tensors(flat, grads)\n"
         "torch._foreach_copy_(grads, news)\n\n"
-        "# or\n"
-        "# keep your other arguments\n"
+        "# or, with DDP; keep your other arguments\n"
         "model = DDP(model, bucket_cap_mb=50, gradient_as_bucket_view=True)"
     )
     verify = "Profile again: fewer collectives per step, each of some MiB."

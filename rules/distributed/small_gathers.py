@@ -79,7 +79,7 @@ class SmallGathers(Rule):
         "for i in range(0, len(model.layers), n):\n"
         "    fully_shard(list(model.layers[i:i + n]))\n"
         "fully_shard(model)\n\n"
-        "# FSDP1\n"
+        "# or, with FSDP1\n"
         "policy = functools.partial(size_based_auto_wrap_policy,\n"
         "                           min_num_params=100_000_000)\n"
         "# keep your other arguments\n"

@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 import polars as pl
 
+from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select, impact_without_gain
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
@@ -233,7 +234,7 @@ class DebugSwitches(Rule):
                 fields["known_cost"] = True
         yield Finding(
             title=f"Debug settings are on: {names}",
-            summary="; ".join(f"{s.name}: {s.why}" for s in settings) + ".",
+            summary=t.upper_first("; ".join(s.why for s in settings)) + ".",
             evidence=[
                 *(Evidence("setting", setting.name) for setting in settings),
                 *(cost.evidence if cost.checks else ()),

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import polars as pl
 
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.device.shapes import OpInputs
-from advisor.measure.steps.steps import step_of_call
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
     Rows,
@@ -23,7 +17,12 @@ from advisor.rules.support.common import (
     costliest_places,
     impact_per_step,
     of_step,
-    outermost_in_steps,
+)
+from advisor.rules.support.growing_calls import (
+    MAX_GROWTH_RATIO,
+    MIN_STEPS,
+    GrowingCalls,
+    find_growing_calls,
 )
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
@@ -52,8 +51,12 @@ class GrowingInputs(Rule):
         "https://lightning.ai/docs/torchmetrics/stable/classification/auroc.html",
     )
 
-    min_steps = Threshold(3, "consecutive steps, each with more values than the last", CHOSEN)
-    max_growth_ratio = Threshold(1.05, "times the smallest growth from step to step", CHOSEN)
+    min_steps = Threshold(
+        MIN_STEPS, "consecutive steps, each with more values than the last", CHOSEN
+    )
+    max_growth_ratio = Threshold(
+        MAX_GROWTH_RATIO, "times the smallest growth from step to step", CHOSEN
+    )
     min_share = Threshold(0.05, "of the step in these operators", XPROF)
     best_factor = Factor(1.2, "times that time at best: larger inputs miss the caches", CHOSEN)
     worst_factor = Factor(0.2, "of the time remains at most, for the step's own values", CHOSEN)
@@ -78,8 +81,7 @@ class GrowingInputs(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.used.height < self.min_steps:
             return
-        calls = _calls_by_place(a)
-        growing = [call for call in calls if self._is_growing(call.values)]
+        growing = find_growing_calls(a, self.max_growth_ratio)
         if not growing:
             return
         rows = np.sort(np.concatenate([call.rows for call in growing]))
@@ -105,14 +107,8 @@ class GrowingInputs(Rule):
             **self._estimate_effect(a, rows, ns, costliest),
         )
 
-    def _is_growing(self, values: list[int]) -> bool:
-        rise = np.diff(values)
-        return bool(
-            len(rise) and rise.min() > 0 and rise.max() <= self.max_growth_ratio * rise.min()
-        )
-
     def _estimate_effect(
-        self, a: Analysis, rows: Rows, ns: int, costliest: _Calls
+        self, a: Analysis, rows: Rows, ns: int, costliest: GrowingCalls
     ) -> dict[str, Any]:
         """Return the impact or the edits that remove these operators. In a recorded run on a CPU,
         their time grows in proportion to the collected values."""
@@ -147,44 +143,6 @@ class GrowingInputs(Rule):
             "two steps": (_build_training(sizes=(9000, 10000)), "min_steps"),
             "hardly any time": (_build_training(us=4), "min_share"),
         }
-
-
-class _Calls(NamedTuple):
-    """The same call in each step."""
-
-    name: str
-    rows: Rows
-    values: list[int]
-    """Number of input values in each step."""
-    ns: int
-
-
-def _calls_by_place(a: Analysis) -> list[_Calls]:
-    """Return calls that occur in each used step: the n-th call of an operator, if all steps have
-    equally many."""
-    ops = outermost_in_steps(a).filter(pl.col("inputs").is_not_null()).sort("ts")
-    ops = ops.with_columns(step=step_of_call(a.steps, ops["ts"].to_numpy())).drop_nulls("step")
-    step_number = {index: n for n, index in enumerate(a.steps.used["index"].sort())}
-    sizes = {index: _count_values(inputs_at(a, index)) for index in ops["inputs"].unique()}
-    by_name: dict[str, list[list[tuple[int, int, int]]]] = defaultdict(
-        lambda: [[] for _ in step_number]
-    )
-    for row, name, ns, index, step in ops.select("row", "name", "ns", "inputs", "step").iter_rows():
-        by_name[name][step_number[step]].append((row, ns, sizes[index]))
-    result = []
-    for name, steps in by_name.items():
-        if len({len(calls) for calls in steps}) != 1:
-            continue
-        for calls in zip(*steps, strict=True):
-            rows = np.array([row for row, _, _ in calls], dtype=np.int64)
-            values = [size for _, _, size in calls]
-            result.append(_Calls(name, rows, values, sum(ns for _, ns, _ in calls)))
-    return result
-
-
-def _count_values(inputs: OpInputs) -> int:
-    lists = [shape for position in range(len(inputs)) for shape in inputs.shapes(position)]
-    return sum(prod(shape) for shape in [*(tensor.shape for tensor in inputs.tensors), *lists])
 
 
 def _build_training(

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import HOST_CODE, Finding, Impact, Location, Outcomes, impact_without_gain
+from advisor.core.intervals import Floats
 from advisor.core.rule import Evidence, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host import stacks
@@ -29,12 +30,15 @@ from advisor.rules.support.citations import CHOSEN, XPROF
 from advisor.rules.support.common import (
     LOOP_SHARE,
     Rows,
+    find_iterator_start,
     impact_per_step,
     own_phases,
     recorded_steps,
     row_numbers,
     steps_seen,
+    time_of_restart,
 )
+from advisor.rules.support.growing_calls import find_growing_rows
 from advisor.rules.support.library_functions import find_library_use
 from advisor.rules.support.loop_operators import (
     OF_LOOP,
@@ -135,8 +139,10 @@ class LoopPhases(LoopRule):
             "in place of sigmoid and logarithm. torch.cdist computes distances of all pairs "
             "without a tensor of their differences. Use torch.compile to fuse code without such a "
             "function.",
-            "code": "loss = F.cross_entropy(logits, target)\n"
+            "code": "# a loss, with logits and class numbers\n"
+            "loss = F.cross_entropy(logits, target)\n"
             "# not -(F.one_hot(target) * logits.softmax(-1).log()).sum(-1).mean()\n\n"
+            "# or distances of all pairs\n"
             "distances = torch.cdist(a, b)\n"
             "# not (a[:, :, None] - b[:, None]).square().sum(-1).sqrt()",
             "assumptions": ("one function of PyTorch, or a compiled one, computes the same",),
@@ -191,8 +197,8 @@ class LoopPhases(LoopRule):
         },
         "a sort": {
             "title": "Sorting outside the model takes much of the step",
-            "fix": "Select the values that are used with torch.topk, which does not sort all. "
-            "torch.kthvalue finds a single value by rank.",
+            "fix": "Select the largest values with torch.topk, if the order of the others is not "
+            "used. torch.kthvalue finds a single value by rank.",
             "code": "values, ids = torch.topk(scores, k)     # not argsort or sort\n"
             "# the smallest: largest=False",
             **_SORT_TEXTS,
@@ -243,10 +249,11 @@ class LoopPhases(LoopRule):
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
         spent = {name: recorded.typical(own) for name, own in own_phases(recorded).items()}
-        pauses = recorded.typical(recorded.column("gc")[recorded.used]) if recorded.count else 0.0
+        pauses = recorded.column("gc") + _time_of_restarts(recorded)  # reported by other rules
+        paused = recorded.typical(pauses[recorded.used]) if recorded.count else 0.0
         step, ns = (
             (recorded.mean if recorded.varies else recorded.median) or 0.0,
-            sum(spent.values()) - pauses,
+            sum(spent.values()) - paused,
         )
         ns = (
             ns * recorded.loop_share
@@ -294,6 +301,10 @@ class LoopPhases(LoopRule):
         case = "the loss" if is_loss else "many operators" if many else ""
         code = _OwnCode(ns, by_hand, of_window, rows, replaceable_ops, line, case, largest)
         gain, place, texts, sentence = self._choose_fix(a, code)
+        if texts.get("alternatives") == "sort" and np.isin(rows, find_growing_rows(a)).any():
+            return  # growing-inputs reports sorts of more and more values
+        if place is not None and not _trains(recorded, place):
+            texts = self._name_function(place, texts, inference=recorded.inference)
         yield Finding(
             summary=_summarize(code, step, operator_ns, texts, sentence, varies=recorded.varies),
             evidence=self._list_evidence(
@@ -413,6 +424,18 @@ class LoopPhases(LoopRule):
             **self.case("scores" if many_classes else "products", operator=labels.clean(name)),
         )
 
+    def _name_function(
+        self, place: Location, texts: dict[str, Any], *, inference: bool
+    ) -> dict[str, Any]:
+        """Add a title and code with the name of the function, if ``texts`` have no others."""
+        name = str(place.function)
+        if "title" in texts or not name.replace(".", "").isidentifier():
+            return texts
+        texts = {"title": f"{name} takes much of the step", **texts}
+        if inference or "fix" in texts:
+            return texts
+        return {"code": self.code.replace("log(metrics)", f"{name}(...)"), **texts}
+
     def _find_limit(self, recorded: StepRecords, line: HottestLine | None) -> float:
         """Return the minimum share of the step at which this time is reported. It is lower if the
         sampled stacks show that one function takes it. In a function that also trains, PyTorch's
@@ -420,10 +443,7 @@ class LoopPhases(LoopRule):
         if line is None:
             return float(self.min_share)
         place, own_samples, total = line.location, 0, 0
-        trains = any(
-            stack.part in ("forward", "backward", "optimizer") and _find_frame(stack, place) >= 0
-            for stack in recorded.stacks
-        )
+        trains = _trains(recorded, place)
         for stack in (stack for stack in recorded.stacks if stack.part == LOOP):
             frame_index, total = _find_frame(stack, place), total + stack.samples
             inner_frames = stack.frames[frame_index + 1 :] if frame_index >= 0 and trains else ()
@@ -545,6 +565,24 @@ def _describe_line(line: HottestLine | None) -> str:
         f"{line.share:.0%} of the sampled stacks are in {place.function} "
         f"({place.file}:{place.line}){library}."
     )
+
+
+def _trains(recorded: StepRecords, place: Location) -> bool:
+    """Return whether a function also trains, by sampled stacks."""
+    return any(
+        stack.part in ("forward", "backward", "optimizer") and _find_frame(stack, place) >= 0
+        for stack in recorded.stacks
+    )
+
+
+def _time_of_restarts(recorded: StepRecords) -> Floats:
+    """Return the time of each step in which workers of a loader ended and started, ns."""
+    result = np.zeros(len(recorded.dur))
+    for event in (e for e in recorded.record.events if e.kind == "loader_iter"):
+        after = recorded.ts + recorded.dur > find_iterator_start(event)
+        if after.any():
+            result[np.argmax(after)] += time_of_restart(event)
+    return result
 
 
 def _find_frame(stack: SampledStack, place: Location) -> int:

@@ -120,10 +120,10 @@ class NewInputShapes(Rule):
             "fix": "Choose the flash or memory-efficient backend of attention, which needs no "
             "preparation per shape. Or pad lengths to a few sizes. In decoding, use a cache of "
             "fixed size.",
-            "code": "from torch.nn.attention import SDPBackend, sdpa_kernel\n\n"
+            "code": "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
             "# EFFICIENT_ATTENTION where there is a mask\n"
             "with sdpa_kernel(SDPBackend.FLASH_ATTENTION):\n"
-            "    output = model(batch)\n"
+            "    output = model(batch)\n\n"
             "# or for the whole program:\n"
             "torch.backends.cuda.enable_cudnn_sdp(False)",
         },

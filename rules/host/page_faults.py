@@ -59,8 +59,9 @@ class PageFaults(Rule):
     worst_x = Factor(0.6, "times what the window saved, at worst", CHOSEN)
 
     fix = (
-        "Let the C library keep freed memory: set both limits of glibc, or load tcmalloc or "
-        "jemalloc. Raising the trim limit alone makes mappings of large tensors more frequent."
+        "Let the C library keep freed memory: raise glibc's trim and mmap thresholds, or load "
+        "tcmalloc or jemalloc. Raising the trim threshold alone makes mappings of large tensors "
+        "more frequent."
     )
     code = (
         "MALLOC_TRIM_THRESHOLD_=1073741824 MALLOC_MMAP_THRESHOLD_=33554432 \\\n"

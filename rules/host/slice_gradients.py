@@ -11,6 +11,7 @@ from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.host.names import name_matches
+from advisor.measure.host.stacks import parent_rows
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.replay.selection import mask_launched_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
@@ -56,13 +57,15 @@ class SliceGradients(Rule):
     worst_factor = Factor(0.3, "of the time remains at most, for sums and launches", CHOSEN)
 
     fix = (
-        "Compute the loop in one operation on the whole tensor, if its iterations are independent "
-        "(a loss per class). Otherwise take the slices with one call of unbind before the loop, or "
-        "split for parts of several entries."
+        "Compute independent iterations, such as a loss per class, in one operation on the whole "
+        "tensor. Otherwise take the slices with one unbind before the loop, or with split for "
+        "parts of several entries."
     )
     code = (
-        "loss = f(x, dims=(0, 2, 3)).mean()    # all entries of dim 1 at once\n\n"
-        "for x_c in x.unbind(dim=1):           # not for c in range(n): x_c = x[:, c]\n"
+        "# if iterations are independent: your function on all entries of dim 1\n"
+        "loss = f(x, dims=(0, 2, 3)).mean()\n\n"
+        "# or, if they are not, instead of  for c in range(n): x_c = x[:, c]\n"
+        "for x_c in x.unbind(dim=1):\n"
         "    ..."
     )
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -89,11 +92,15 @@ class SliceGradients(Rule):
             return
         rows = np.sort(np.concatenate([group.rows for group in groups]))
         on_gpu = a.device_id is not None
+        places = costliest_places(a, rows, np.ones(len(rows), dtype=int), top=1)
         if on_gpu:
             ns = summed_duration(a, mask_launched_under(a, NODE) & a.in_window)
         else:
             nodes = np.flatnonzero(name_matches(a.trace.cpu["name"], NODE).to_numpy())
-            ns = sum_column(a.trace.cpu["dur"].gather(rows_in_steps(a, nodes)))
+            nodes = rows_in_steps(a, nodes)
+            ns = sum_column(a.trace.cpu["dur"].gather(nodes))
+            inside = np.flatnonzero(np.isin(parent_rows(a.trace), nodes))
+            places = costliest_places(a, inside, whole=ns, top=1)
         if ns < self.min_share * a.span_ns:
             return
         largest = max(groups, key=lambda group: len(group.rows))
@@ -112,7 +119,7 @@ class SliceGradients(Rule):
                 self.compare("slices of one tensor", slices, "min_slices", "count", per=a.per),
                 self.compare_share(a, "time of the gradients of slices", ns),
             ],
-            where=costliest_places(a, rows, np.ones(len(rows), dtype=int), top=1),
+            where=places,
             edits=[
                 scale_edit(select, remains, remains, max(self.worst_factor, remains))
                 for select in (

@@ -96,7 +96,7 @@ def _list_causes(causes: list[tuple[str, float]]) -> str:
     """Return ``other 3 ms, 1 ms in garbage collection``. Collection is part of the phases."""
     collected = {"garbage collection": "{1} in {0}"}
     return ", ".join(
-        collected.get(name, "{0} {1}").format(name, t.format_duration(ns))
+        collected.get(name, "{0} {1}").format(t.host_label(name), t.format_duration(ns))
         for name, ns in causes[:3]
         if ns > 0
     )
@@ -300,7 +300,7 @@ class StepJitter(Rule):
         compiling = _describe_compiling(recorded, lost)
         is_eager = a.trains_on_host and recorded.flag("compile") == 0
         case = "compiling" if compiling else "" if is_eager else "may compile"
-        in_phase = f", in '{causes[0][0]}'" if causes else ""
+        in_phase = f", in {t.host_label(causes[0][0])}" if causes else ""
         yield Finding(
             title=f"{is_long.sum()} of {len(dur):,} steps take more than twice the usual time"
             f"{in_phase}",

@@ -25,7 +25,7 @@ class TimeBetweenSteps(Rule):
     making the model) does not count."""
 
     id = "time-between-steps"
-    title = "Much of the run is spent in pauses between the training steps"
+    title = "Long pauses between training steps take much of the run"
     verdict_role = "time between steps"
     reads_record = True
     found_in = ("recorded/waiting_loop.slow",)
@@ -52,8 +52,9 @@ class TimeBetweenSteps(Rule):
     )
 
     fix = (
-        "Evaluate less often, or on a fixed part of the data. Run it under torch.inference_mode() "
-        "with a larger batch and DataLoader workers, and save checkpoints from another thread."
+        "Evaluate less often, or on a fixed part of the data, if the pauses are evaluation. "
+        "Run it under torch.inference_mode() with a larger batch and DataLoader workers, and save "
+        "checkpoints from another thread."
     )
     code = (
         "model.eval()\n"
@@ -126,12 +127,12 @@ class TimeBetweenSteps(Rule):
         if place is not None:
             is_simulation = simulated_share >= self.min_simulated_share
             case = "simulation" if is_simulation else "rollouts"
-        purpose = "rollouts" if place is not None else "evaluation, checkpoints and similar work"
+        purpose = "for rollouts" if place is not None else "perhaps for evaluation or checkpoints"
         yield Finding(
             summary=(
-                f"{t.format_duration(outside)} ({outside / run_ns:.0%} of the time after the first "
-                f"step) are between the training steps, in {t.count_noun(pauses, 'pause')} "
-                + ("before most steps." if before_most_steps else f"for {purpose}.")
+                f"{t.count_noun(pauses, 'long pause')} between training steps take "
+                f"{t.format_duration(outside)}, {outside / run_ns:.0%} of the time after the first "
+                f"step, {'before most steps' if before_most_steps else purpose}."
             ),
             where=[] if place is None else [place],
             evidence=[

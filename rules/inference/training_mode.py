@@ -48,8 +48,8 @@ class TrainingMode(Rule):
     min_steps = Threshold(3, "steps or passes: fewer may be a part of a training", CHOSEN)
 
     fix = (
-        "Call model.eval() once before the loop, and run the loop under torch.inference_mode(). "
-        "Dropout then returns its input, and no graph is built."
+        "Call model.eval() once before the loop, unless dropout is meant, and run the loop under "
+        "torch.inference_mode(). Dropout then returns its input, and no graph is built."
     )
     code = "model.eval()\nwith torch.inference_mode():\n    output = model(batch)"
     verify = "Two calls with equal inputs give equal outputs. aten::dropout calls nothing."
@@ -70,9 +70,10 @@ class TrainingMode(Rule):
         calls = round(len(layers) / a.step_count)
         yield Finding(
             summary=(
-                f"{t.count_noun(calls, 'dropout layer')} per step drop values at random, and no "
-                "backward pass or optimizer was recorded. Equal inputs give different results."
-                + ("" if on_gpu else f" Dropout takes {of_step(a, ns)}.")
+                f"{t.count_noun(calls, 'dropout layer')} per step drop values at random"
+                + ("" if on_gpu else f" and take {of_step(a, ns)}")
+                + ", but no backward pass or optimizer was recorded. Equal inputs give different "
+                "results."
             ),
             evidence=[
                 amount_per_step(a, "active dropout layers", len(layers), "count"),

@@ -5,7 +5,6 @@ import numpy as np
 from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Rule, Threshold
-from advisor.core.run_directory import MAX_VALUE
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, GPUPROF, TENSORBOARD, TRACEML
 from advisor.rules.support.common import (
@@ -15,6 +14,7 @@ from advisor.rules.support.common import (
     impact_per_step,
     recorded_steps,
     steps_seen,
+    time_of_restart,
     workers_of,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -92,8 +92,7 @@ class WorkersRespawned(Rule):
             first = int(np.searchsorted(end, find_iterator_start(event), side="right"))
             if first >= len(wait):
                 continue
-            values = (event.data.get(name) for name in ("workers_ended_ns", "workers_started_ns"))
-            spawns.append(sum(map(_read_duration, values)))
+            spawns.append(time_of_restart(event))
             # the batch may be fetched in the step in which the iterator starts, or in the next
             waits = wait[first : first + 2]
             costs.append(max(0.0, float(waits.max()) - median_wait))
@@ -112,9 +111,9 @@ class WorkersRespawned(Rule):
         yield Finding(
             summary=(
                 f"Each of {t.count_noun(len(costs), 'epoch')} after the first spends "
-                f"{t.format_duration(float(np.median(start_costs)))} on restarting "
-                f"{workers_of(feed)} workers and waiting for their first batch: {lost / total:.1%} "
-                "of the time."
+                f"{t.format_duration(float(np.mean(start_costs)))} on average on restarting "
+                f"{workers_of(feed)} workers and waiting for their first batch: {lost / total:.0%} "
+                f"of the {t.format_duration(total)} after it."
             ),
             evidence=[
                 Evidence("time lost at the starts of epochs", lost, "ns"),
@@ -153,12 +152,6 @@ class WorkersRespawned(Rule):
                 "len(starts) < self.min_epochs",
             ),
         }
-
-
-def _read_duration(value: object) -> float:
-    """Return a measured duration, ns, or 0 for anything else."""
-    is_valid = isinstance(value, int | float) and 0 <= value < MAX_VALUE
-    return float(value) if is_valid and isinstance(value, int | float) else 0.0
 
 
 def _build_run(

@@ -97,6 +97,7 @@ class DenseExperts(Rule):
     )
     code = (
         "# weight, chosen = scores.topk(k)\n"
+        "out = torch.zeros_like(x)\n"
         "for number, expert in enumerate(self.experts):\n"
         "    rows, place = (chosen == number).nonzero(as_tuple=True)\n"
         "    part = weight[rows, place, None] * expert(x[rows])\n"

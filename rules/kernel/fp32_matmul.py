@@ -224,8 +224,9 @@ class Fp32Matmul(Rule):
             "falsified_by": _NEEDS_FP32,
         },
         NO_NAME: {
-            "fix": "Train in mixed precision; check that accuracy holds. Autocast runs matrix "
-            "work on the tensor cores. From Ampere on, use BF16 without a scaler, or allow TF32.",
+            "fix": "Train in mixed precision if this GPU has tensor cores; check that accuracy "
+            "holds. Autocast runs matrix work on them. From Ampere on, use BF16 without a scaler, "
+            "or allow TF32.",
             "code": _SCALED,
             "verify": f"{_VERIFY_FP16}Compare the loss curve over some hundred steps.",
             "falsified_by": f"{_NEEDS_FP32}, or a GPU without tensor cores (GTX 16)",

@@ -165,7 +165,7 @@ def _liger_code(a: Analysis, patterns: list[Pattern]) -> list[str]:
             return [
                 f"from liger_kernel.transformers import apply_liger_kernel_to_{function}\n"
                 f"apply_liger_kernel_to_{function}()   # before the model is made",
-                "# or, which fuses such chains too\nmodel = torch.compile(model)",
+                "# or instead: it fuses such chains too\nmodel = torch.compile(model)",
             ]
     return []
 
@@ -283,7 +283,7 @@ class HandwrittenOperator(Rule):
         )
         code_name = "The transformers library's" if is_of_library else "Hand-written"
         yield Finding(
-            title=_write_title(patterns, "in transformers" if is_of_library else ""),
+            title=_write_title(patterns, "of the transformers library" if is_of_library else ""),
             summary=(
                 f"{code_name} {names} {verb} "
                 f"{kernel_work.of_kernel_time(a, spent, spent / total)} as separate pointwise "

@@ -61,7 +61,7 @@ class LowOccupancy(Rule):
     )
     code = (
         "model = torch.compile(model)   # eager PyTorch\n\n"
-        "# your own Triton kernel; in CUDA: __launch_bounds__(256, 4)\n"
+        "# or, in your own Triton kernel; in CUDA: __launch_bounds__(256, 4)\n"
         "configs = [triton.Config({}, num_warps=w) for w in (2, 4, 8)]\n"
         "@triton.autotune(configs, key=['n'])"
     )

@@ -112,7 +112,7 @@ class MostlyZeroOperand(Rule):
         "counted pairs": {
             "title": "Pairs are counted by a product of one-hot vectors",
             "fix": "Count the pairs by their index: one number for each pair of classes.",
-            "code": "# matrix: the sums so far; target and prediction: integers\n"
+            "code": "# matrix: the sums so far; target and prediction: flat, without ignored\n"
             "pairs = target * classes + prediction\n"
             "counts = torch.bincount(pairs, minlength=classes**2)\n"
             "matrix += counts.view(classes, classes)",
@@ -164,7 +164,7 @@ class MostlyZeroOperand(Rule):
                 self.compare("entries of the matrix", height * width, "min_entries", "count"),
                 self.compare_share(a, "time of products with zeros", saved[0]),
             ],
-            where=costliest_places(a, forward_rows),
+            where=costliest_places(a, np.concatenate([forward_rows, making_rows])),
             edits=[scale_operators(a, rows, saved)],
             **(
                 self.case("counted pairs" if counts_pairs else "one-hot")

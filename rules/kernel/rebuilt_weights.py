@@ -57,7 +57,7 @@ _CONSTANT_CODE = (
     "# in __init__\n"
     'self.register_buffer("kernel", make_kernel(), persistent=False)\n'
     "\n"
-    "# where its shape depends on the input; call it with plain numbers\n"
+    "# or, where its shape depends on the input; call it with numbers\n"
     "@functools.lru_cache(maxsize=16)\n"
     "def make_mask(length, device): ..."
 )
@@ -149,8 +149,8 @@ class RebuiltWeights(Rule):
         action = {
             CAST: "casts frozen weights to another type",
             NORM: "normalises weights that are not trained",
-            OPERAND: "computes one side of a matrix product from stored tensors alone",
-            CONSTANT: "computes it from plain numbers alone",
+            OPERAND: "recomputes one side of a matrix product from stored tensors",
+            CONSTANT: "computes this tensor from plain numbers",
         }[kind]
         operators = t.count_noun(count, "operator")
         summary = f"{of_step(a, ns)} {action}, in {operators}."

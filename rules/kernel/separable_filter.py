@@ -68,9 +68,10 @@ class SeparableFilter(Rule):
     worst_added_share = Factor(0.1, "of that time, at worst", SLOW_ARGUMENTS)
 
     fix = (
-        "Apply a 1-D filter along each dimension: a Gaussian, box or mean filter is their product. "
-        "Results differ by rounding. Apply a large filter that is not such a product by FFT: "
-        "multiply torch.fft.rfft2 of image and filter, both padded with zeros."
+        "Apply a 1-D filter along each dimension, if the filter is their product, as Gaussian, box "
+        "and mean filters are. Results differ by rounding. Apply a large filter that is "
+        "not such a product by FFT: multiply torch.fft.rfft2 of image and filter, both padded "
+        "with zeros."
     )
     code = (
         "c = x.shape[1]                          # line: the 1-D filter, k weights\n"

@@ -61,7 +61,7 @@ class Reduction(NamedTuple):
 
 
 NORM = "aten::linalg_vector_norm"
-_ROOT = ".clamp_min(1e-24).sqrt()   # clamped: 0 has a gradient"
+_ROOT = ".clamp_min(1e-24).sqrt()   # no infinite gradient at 0"
 _VAR = "d = x - x.mean({of}, keepdim=True)\nvar = d.square().sum({of}{keep}) / {count}"
 NORMS = {
     2.0: f"norm = x.square().sum({{of}}{{keep}}){_ROOT}",
@@ -159,9 +159,9 @@ class SlowOperatorArguments(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "convolution": {
             "title": "The length of an FFT is slow",
-            "fix": "Pad to {good} in place of {length}, forward and back, and cut the result as "
-            "before. A linear convolution is the same for any length of at least the sum of both "
-            "input lengths minus one.",
+            "fix": "Pad to {good} in place of {length}, forward and back, if the convolution is "
+            "linear, and cut the result as before. A linear convolution is the "
+            "same for any length of at least the sum of both input lengths minus one.",
             "code": "n = {good}   # not {length}: even, no prime factor above 7\n"
             "y = torch.fft.irfft(torch.fft.rfft(x, n=n) * torch.fft.rfft(k, n=n), n=n)",
             "falsified_by": "results that change: a circular convolution needs its own length",

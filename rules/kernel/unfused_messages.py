@@ -74,7 +74,7 @@ class UnfusedMessages(Rule):
         "# PyTorch Geometric\n"
         "data = torch_geometric.transforms.ToSparseTensor()(data)   # once\n"
         "out = model(data.x, data.adj_t)\n\n"
-        "# your own layers: crow and sources of the edges, sorted by target\n"
+        "# or, in your own layers: crow and sources of edges, sorted by target\n"
         "adjacency = torch.sparse_csr_tensor(crow, sources, weights)\n"
         "out = adjacency @ x"
     )

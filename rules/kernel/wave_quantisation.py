@@ -265,7 +265,7 @@ class SmallGrids(Rule):
         "# a larger micro-batch, and fewer accumulation steps\n"
         "# keep your other arguments\n"
         "loader = DataLoader(..., batch_size=4 * batch_size)\n\n"
-        "# many small products of one shape in one kernel\n"
+        "# or many small products of one shape in one kernel\n"
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))"
     )
     verify = "Samples per second rise with the batch size; 'blocks per SM' passes 1."
@@ -281,7 +281,7 @@ class SmallGrids(Rule):
         "code": "# a larger batch\n"
         "# keep your other arguments\n"
         "loader = DataLoader(..., batch_size=4 * batch_size)\n\n"
-        "# many small products of one shape in one kernel\n"
+        "# or many small products of one shape in one kernel\n"
         "out = torch.bmm(torch.stack(lefts), torch.stack(rights))",
         "assumptions": (_WON_BACK, "a larger batch fits into memory"),
     }

@@ -320,7 +320,7 @@ class PinnedAllocationInLoop(DriverAllocationRule):
             "loader = DataLoader(..., num_workers=2, pin_memory=True)\n"
             "for batch in loader:\n"
             "    x = batch.to(device, non_blocking=True)\n\n"
-            "# data that stays the same: once, before the loop\n"
+            "# or, for data that stays the same: once, before the loop\n"
             "batches = [batch.pin_memory() for batch in batches]",
         },
     }

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core import text as t
 from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
@@ -110,16 +109,17 @@ class GrowingConcatenation(Rule):
             return
         rows = rows_in_steps(a, np.sort(np.concatenate([calls, *(x.slices for x in appends)])))
         longest = max(appends, key=lambda kind: (len(kind.calls), kind.lengths[-1]))
-        kinds, last = t.count_noun(len(appends), "kind"), longest.lengths[-1]
+        tensors = "a tensor" if len(appends) == 1 else f"{len(appends)} kinds of tensor"
+        last = longest.lengths[-1]
         lengths = (
-            f"{last:,} entries, the oldest of which are sliced off again"
+            f"{last:,}, the oldest of which are sliced off again"
             if longest.drops_oldest
-            else f"{longest.lengths[0]:,} entries in the first recorded one, {last:,} in the last"
+            else f"{longest.lengths[0]:,} in the first recorded pass, {last:,} in the last"
         )
         yield Finding(
             summary=(
-                f"torch.cat appends to {kinds} of tensor in each pass: {lengths}, each time copied "
-                f"whole. This takes {of_step(a, ns)}."
+                f"In each pass torch.cat appends to {tensors} and copies all entries: {lengths}. "
+                f"This takes {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "growing concatenations", len(calls), "count"),
@@ -234,7 +234,7 @@ class JoinedList(Rule):
         yield Finding(
             summary=(
                 f"{_name_calls(joins)} of more than {MAX_LISTED} tensors takes "
-                f"{of_step(a, ns + before_ns)}, although the step makes few tensors."
+                f"{of_step(a, ns + before_ns)}, although few of them are new in a step."
             ),
             evidence=[
                 amount_per_step(a, "such calls", len(rows), "count"),

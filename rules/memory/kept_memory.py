@@ -262,7 +262,7 @@ class MemoryLeak(Rule):
                 self.compare("steps after the warm-up", steps, "min_steps", "count"),
             ],
             impact=impact_risk(
-                f"out of memory in {left:,} steps"
+                f"at this rate, the {t.format_bytes(left * rate)} left are full in {left:,} steps"
                 if left is not None
                 else "the run will run out of memory"
             ),

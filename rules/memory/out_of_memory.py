@@ -201,7 +201,7 @@ class OutOfMemory(Rule):
             place = line_name(origin.file, origin.line)
             growth = f" Inputs grew from step to step: {place} made {first}, then {last}."
             limit = self.case("an unusually large batch")
-            fix, code = f"{limit['fix']} {fix}", f"{limit['code']}\n\n{code}".strip()
+            fix, code = f"{limit['fix']} {fix}", f"{limit['code']}\n\n# also\n{code}"
         return Finding(
             summary=f"A request of {t.format_bytes(request)} failed{short}: {why}.{growth}",
             evidence=[

@@ -96,8 +96,7 @@ class DenseEmbeddingGradient(Rule):
     )
     cases = {
         "the optimizer takes sparse gradients": {
-            "fix": "Make the gradient sparse ({optimizer} takes sparse gradients); nothing else "
-            "has to change.",
+            "fix": "Make the gradient sparse, as {optimizer} takes sparse gradients.",
             "code": "table = torch.nn.{layer}(rows, size, sparse=True)",
             "falsified_by": "weight decay or clipping, which need the gradient of every row",
             "references": (

@@ -105,7 +105,7 @@ class SingleTensorOptimizer(Rule):
         "# keep your other arguments\n"
         "optimizer = torch.optim.{optimizer}(model.parameters(), lr=lr, fused=True)\n\n"
         "# or foreach=True; remove foreach=False and differentiable=True\n\n"
-        "# hand-written: torch.compile(optimizer.step)"
+        "# or, if it is hand-written: torch.compile(optimizer.step)"
     )
     verify = "Profile again: multi_tensor_apply or fused kernels inside Optimizer.step."
     falsified_by = "parameters that are sparse, complex or on different devices"
@@ -223,9 +223,9 @@ class SingleTensorOptimizer(Rule):
             return
         yield Finding(
             summary=(
-                f"{optimizer}.step runs {t.count_noun(round(count), 'operator')}{per_step(a)}, "
-                f"half of them shorter than {t.format_duration(median)}. It takes "
-                f"{of_step(a, ns)}."
+                f"{optimizer}.step takes {of_step(a, ns)}, in "
+                f"{t.count_noun(round(count), 'operator')}, half of them shorter than "
+                f"{t.format_duration(median)}."
             ),
             evidence=[
                 amount_per_step(a, "time of Optimizer.step", ns),

@@ -93,8 +93,8 @@ class UnusedGradients(Rule):
     )
 
     fix = (
-        "Freeze what no optimizer holds with requires_grad_(False), once the optimizer is made. Or "
-        "give these parameters to an optimizer, if they should be trained."
+        "Freeze these parameters with requires_grad_(False), or add them to the optimizer if they "
+        "should train. Freeze once the optimizer is made."
     )
     code = (
         "# once the optimizer is made; of several, the parameters of all\n"

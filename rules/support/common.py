@@ -641,6 +641,18 @@ def find_iterator_start(event: Event) -> int:
     return start_ns if is_recorded and isinstance(start_ns, int) else event.t
 
 
+def time_of_restart(event: Event) -> float:
+    """Return the time in which a loader's old workers ended and its new ones started, ns."""
+    values = (event.data.get(name) for name in ("workers_ended_ns", "workers_started_ns"))
+    return sum(map(_read_duration, values))
+
+
+def _read_duration(value: object) -> float:
+    """Return a measured duration, ns, or 0 for anything else."""
+    is_valid = isinstance(value, int | float) and 0 <= value < MAX_VALUE
+    return float(value) if is_valid and isinstance(value, int | float) else 0.0
+
+
 def workers_of(event: dict[str, Any]) -> int | None:
     """Return the number of worker processes of a loader, or ``None`` if it was not recorded."""
     value = event.get("workers")

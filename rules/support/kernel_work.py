@@ -333,6 +333,7 @@ def kernel_locations(a: Analysis, rows: Mask) -> list[Location]:
         )
         .agg(
             pl.col("dur").sum().alias("ns"),
+            pl.col("dur").filter(*is_longest).sum().alias("named"),
             pl.all_horizontal(is_longest).sum().alias("count"),
             pl.col("node").unique(),
             pl.col("row", "name", "op").get(longest).name.prefix("longest_"),
@@ -348,6 +349,7 @@ def kernel_locations(a: Analysis, rows: Mask) -> list[Location]:
                 a,
                 gpu["launch"][row],
                 **layer_fields(a, place),
+                share=place["named"] / max(table["dur"].sum(), 1),
                 op=place["longest_op"],
                 kernel=place["longest_name"],
                 ts_ns=gpu["ts"][row],

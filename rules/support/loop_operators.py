@@ -38,11 +38,11 @@ class LoopRule(Rule):
     )
 
     fix = (
-        "Take this code out of the step: run it every N steps, compute its result once, or prepare "
-        "it in a DataLoader worker. Where it waits (a sleep, a server, a lock), wait in another "
-        "thread."
+        "Run this code every N steps, if the other steps can do without its result. Or compute it "
+        "once, or prepare it in a DataLoader worker. Where it waits (a sleep, a server, a lock), "
+        "wait in another thread."
     )
-    code = "if step % 100 == 0:       # not in every step\n    log(metrics)"
+    code = "if step % 100 == 0:     # if the other steps can do without\n    log(metrics)"
     inference: ClassVar[Mapping[str, Any]] = {
         "fix": "Compute once what is the same for many requests, and keep it. Replace loops and "
         "sorted() over elements by operators on whole tensors or NumPy arrays, such as topk. Or "

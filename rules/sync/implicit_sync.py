@@ -481,8 +481,8 @@ class HostReads(Rule):
             "alternatives": "launches",
             "assumptions": (
                 "the host can prepare the next work without these values",
-                "with whole batches, {remaining_launch_share:.0%} of the launches remain "
-                "({best_remaining_launch_share:.0%} to 100%)",
+                "with whole batches, {remaining_launch_share:.0%} of the launches remain, at best "
+                "{best_remaining_launch_share:.0%}, at worst all",
             ),
         }
     }

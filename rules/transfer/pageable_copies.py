@@ -146,7 +146,7 @@ class PageableCopies(Rule):
             "needs, so that it is not copied at all.",
             cuda="cudaHostAlloc (or one cudaHostRegister) pins memory. cudaMemcpyAsync on a stream "
             "returns at once and overlaps with kernels of other streams.",
-            code="// once, for streams[0], streams[1], host and back\n"
+            code="// once; the same for streams[1] and back\n"
             "cudaStreamCreate(&streams[0]);\n"
             "cudaHostAlloc(&host, bytes, cudaHostAllocDefault);\n"
             "for (int i = 0; i < pieces; ++i) {\n"

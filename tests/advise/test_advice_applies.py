@@ -94,7 +94,7 @@ def test_loader_worker_fix_excludes_pinning() -> None:
 
 def test_time_between_steps_is_given_as_one_share() -> None:
     page = " ".join(REPORTS.render("terminal", report_of("h100/seg_val_hist"), width=80).split())
-    assert "46% of the time after the first" in page
+    assert "46% of the time after the first step" in page
     assert "between steps 3%" not in page
 
 

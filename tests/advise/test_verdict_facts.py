@@ -110,7 +110,7 @@ def test_slow_steps_are_named_with_their_phase(tmp_path: Path, phase: str) -> No
     assert f"Most of their extra time is in {phase} (100%)." in verdict
     assert "Record again on an idle machine" in verdict
     assert "Nothing else to fix was found in its mean step of 14.8 ms." in verdict
-    assert "own computation" not in verdict and "slow steps" not in verdict.split("Looked at")[1]
+    assert "own computation" not in verdict and "Looked at" not in verdict
 
 
 def test_few_slow_steps_are_not_named(tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def test_risks_lead_a_verdict_without_a_fix() -> None:
         TESTS / "data" / "recorded" / "evaluation_graphs.slow", OPTIONS
     ).verdict
     assert "First: evaluation builds autograd graphs that no backward pass uses." in verdict
-    assert "Pauses between steps take 17% of the time after the first step." in verdict
+    assert "Long pauses between steps take 17% of the time after the first step." in verdict
 
 
 def test_growth_of_memory_in_the_verdict_is_explained_below() -> None:
     report = engine.analyze(TESTS / "data" / "recorded" / "leak.slow", OPTIONS)
     text = " ".join(REPORTS.render("terminal", report).split())
-    assert "out of memory in 4,030 steps" in report.verdict
+    assert "at this rate, the 22 GiB left are full in 4,030 steps" in report.verdict
     assert "grew by 1.25 GiB in 230 steps, 5.59 MiB per step" in text
 
 
@@ -150,5 +150,5 @@ def test_pauses_beside_a_busy_gpu_are_in_the_verdict(tmp_path: Path) -> None:
     (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
     report = engine.analyze(folder, OPTIONS)
     assert report.status != "bottlenecks" and report.verdict.startswith("GPU busy 9")
-    pauses = "Pauses between steps take 17% of the time after the first step."
+    pauses = "Long pauses between steps take 17% of the time after the first step."
     assert report.verdict.endswith(pauses)

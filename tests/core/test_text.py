@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from advisor.core import text as t
+from advisor.core.finding import Location
 
 
 def test_sentences_beyond_the_room_are_left_whole_for_the_rest() -> None:
@@ -44,3 +45,13 @@ def test_a_page_leads_with_the_problem_and_a_crash_with_itself() -> None:
 )
 def test_a_ratio_of_times_has_one_form(ratio: float, text: str) -> None:
     assert t.format_speedup(ratio) == text
+
+
+def test_place_that_cannot_explain_its_finding_says_how_much_it_can() -> None:
+    # 48 calls in 2 steps, of at most 50 µs each, take 1.2 ms per step
+    place = Location(op="aten::linear", count=48, dur_ns=50_000, share=0.75)
+    bounded = ["24× per step", "at most 1.2 ms of the 7 ms"]
+    assert t.location_figures(place, 2, "step", 7_000_000) == bounded
+    whole = ["24× per step", "75% of this finding's time", "worst 50 µs"]
+    assert t.location_figures(place, 2, "step", 1_200_000) == whole
+    assert t.location_figures(place, 2, "step") == whole

@@ -282,7 +282,7 @@ def test_a_trace_with_products_in_16_bits_rules_out_autocast() -> None:
 
 def test_a_change_that_the_verdict_names_has_code() -> None:
     page = str(advisor.analyze(str(FOLDER / "transformer_training_ctx512.pickle.gz")))
-    assert "in less time checkpointing" in " ".join(page.split())
+    assert "in less time 'checkpointing'" in " ".join(page.split())
     assert "x = checkpoint(block, x, use_reentrant=False)" in page
 
 
@@ -357,7 +357,7 @@ def test_16_bit_weights_halve_and_need_no_autocast_copies() -> None:
     assert saving.change == "16-bit weights"
     assert 0.95 * freed <= saving.bytes <= freed
     assert (
-        "If memory is short, first: 16-bit weights, 471 MiB (63%); check that accuracy holds."
+        "If memory is short, first '16-bit weights': 471 MiB (63%); check that accuracy holds."
         in report.verdict
     )
 
@@ -370,9 +370,9 @@ def test_the_remedy_that_costs_no_time_is_named_first(name: str) -> None:
     savings = report.memory[0].savings
     assert (savings[0].change, savings[0].cost) == ("fused attention", "none")
     assert max(savings, key=lambda each: each.bytes).change == "offload activations"
-    assert "If memory is short, first: fused attention, 2.25 GiB" in report.verdict
-    assert "Most is freed by: offload activations, " in report.verdict
-    assert ", or in less time checkpointing, " in report.verdict
+    assert "If memory is short, first 'fused attention': 2.25 GiB" in report.verdict
+    assert "Most is freed by 'offload activations': " in report.verdict
+    assert ", or in less time 'checkpointing': " in report.verdict
     assert savings == sorted(savings, key=lambda each: CHEAPEST.index(each.cost))
 
 

@@ -311,7 +311,7 @@ def test_mostly_ahead_host_is_not_the_only_limit(
     text = REPORTS.render("terminal", report, details=True)
     assert "critical path: 100% on the host" in text
     words = " ".join(text.split())
-    assert "on the host, while the GPU works too" in words
+    assert "on the host (the GPU works in 86% of the recording)" in words
     assert "a faster host saves at most 14%" in words
     assert "GPU busy 86%" in words
 

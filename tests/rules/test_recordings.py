@@ -242,7 +242,16 @@ def test_gains_of_a_report_are_shares_of_one_step(name: str) -> None:
 def test_verdict_claims_no_saving_of_unnamed_code() -> None:
     verdict = analyze(RECORDED / "leak.slow", Options(config={})).verdict
     assert "A fix saves" not in verdict and verdict.count("advisor record --deep train.py") == 1
-    assert "out of memory in 4,030 steps" in verdict
+    assert "the 22 GiB left are full in 4,030 steps" in verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("growing_metric.slow", "growing-inputs"), ("worker_respawn.slow", "workers-respawned")],
+)
+def test_time_of_a_known_cause_is_not_the_loops_own_code_too(name: str, rule: str) -> None:
+    report = analyze(RECORDED / name, Options(config={}))
+    assert [finding.rule for finding in report.findings] == [rule]
 
 
 H100 = Path(__file__).parents[1] / "corpus" / "h100"

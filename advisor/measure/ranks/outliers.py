@@ -477,18 +477,19 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
         calls, last = (int(job.waits.collective_count[index]), int(job.waits.last_count[index]))
         own_ns = sum(excesses.values())
         text = (
-            f"the others wait {excess} ({share}) per step for it with nothing to compute, as it "
+            f"the others wait {excess} per step for it ({share} of the ranks' mean step), as it "
             f"arrives last at {last} of {calls} collectives"
         )
         if own_ns > 0.02 * job.step_ns:
-            text += f"; it has {format_duration(own_ns)} more own work per step than the others"
+            text += f". It has {format_duration(own_ns)} more own work per step than the others"
         else:
-            text += "; it has no more own work than the others in these steps: it starts late"
+            text += ". It has no more own work than the others in these steps: it starts late"
     else:
         others_text = (
             f" (the others: {format_duration(deviation.others_ns)})" if deviation.others_ns else ""
         )
-        text = f"{excess} more own work per step than the others{others_text}, {share} of the step"
+        text = f"{excess} more own work per step than the others{others_text}"
+        text += f", {share} of the ranks' mean step"
     min_ns = 0.1 * deviation.excess_ns
     parts = [
         f"{format_duration(ns)} more {_CLASS_NAMES[name]}"

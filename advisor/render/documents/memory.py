@@ -63,7 +63,8 @@ def sections(report: Report) -> list[d.Block]:
         first += tables
         if any(str(row[0]).startswith(NO_LINE) for each in tables for row in each.rows):
             why = "made before the history began, or by autograd's own thread"
-            why = why if view.events else "the snapshot has no history of allocations"
+            if not view.events or view.at == "snapshot":
+                why = "the snapshot has no history of allocations"
             first.insert(2, d.Paragraph(f"'{NO_LINE}': {why}.", "soft", spare=1))
         rest: list[d.Block] = [each for each in device.tables if _is_folded(each)]
         if view.savings:
@@ -434,7 +435,9 @@ def _describe_steps(view: MemoryView) -> list[str]:
     if not view.events:
         return []
     if not view.step_source:
-        return ["fewer than two complete steps in the history, so growth per step is unknown"]
+        history = "fewer than two complete steps are in the history"
+        history = "no history was recorded" if view.at == "snapshot" else history
+        return [f"{history}, so growth per step is unknown"]
     churn = f"{t.format_bytes(view.churn_bytes)} allocated per step" if view.churn_bytes else ""
     whole = t.count_noun(view.steps, "complete step")
     return [f"{whole} in the history, from {view.step_source}", churn]

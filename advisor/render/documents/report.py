@@ -101,10 +101,11 @@ def _build_time(report: Report, options: d.RenderOptions) -> Iterator[d.Block]:
     bar = report_charts.build_step_bar(report)
     if bar is None:
         return
+    ranges_in_bar = tuple(f"{s.label} " for s in bar.segments if s.key.startswith("range "))
     rows = [
         d.TextField(
             label,
-            parts,
+            [part for part in parts if label != "ranges" or not part.startswith(ranges_in_bar)],
             detail=label not in _SHORT_FIGURES,
             spare=_SPARE.get(label, 0),
             min_parts=_MIN_PARTS.get(label),
@@ -176,8 +177,10 @@ def _build_findings(report: Report, width: int) -> Iterator[d.Block]:
             )
             lead.append(d.FieldList([caveats]))
         result = [_build_card(report, finding, width, shared) for finding in ranked]
-        each = "gain per step" if report.per == "step" else "gain"
+        of_step = report.per == "step" and bool(finding_text.fixes_of_step(report))
+        each = "gain per step" if of_step else "gain"
         each += ", of each fix alone" * report_text.gains_overlap(report)
+        each += ", in the order to make them" * (not report_text.gains_fall(report))
         title = "What to change" if finding_text.has_large_gain(report) else "Small gains"
         yield d.Section(title, [*lead, *result], each)
     fix_sequence = report_charts.build_fix_sequence(report)
@@ -206,6 +209,7 @@ def _build_card(
         () if finding_text.may_gain_little(finding) else finding_text.range_reasons(finding, report)
     )
     impact = finding.impact
+    why = finding_text.new_sentences(finding.summary, report.verdict)
     is_quoted = impact is not None and bool(impact.reason) and impact.reason in report.verdict
     fields = [
         *(
@@ -219,7 +223,7 @@ def _build_card(
             for number, note in enumerate(notes)
         ),
         *_list_places(report, finding, width),
-        d.TextField("why", [finding.summary], prose=True, quoted=is_quoted),
+        d.TextField("why", [why], prose=True, quoted=is_quoted),
         d.TextField("fix", [finding.fix], "strong", prose=True, spare=0 if fix else 2),
     ]
     # a command that the verdict gives is not repeated
@@ -279,7 +283,8 @@ def _list_places(report: Report, finding: Finding, width: int) -> Iterator[d.Tex
         parts: list[d.Inline] = [
             d.Span(name, "code", full) for name, full in zip(names, whole, strict=True)
         ]
-        parts += t.location_figures(location, finding_text.counted_steps(report), report.per)
+        steps, time_ns = finding_text.counted_steps(report), finding_text.host_time(report, finding)
+        parts += t.location_figures(location, steps, report.per, time_ns)
         if parts:
             yield d.TextField("" if number else "where", parts, detail=number > 0, min_parts=2)
     if missing := finding_text.line_not_recorded(report, finding):
@@ -373,7 +378,7 @@ def _describe_note(finding: Finding, *, large: bool = False, row: bool = False) 
         d.TextField("note", [finding_text.explain_note(finding)]),
         d.TextField("why", [finding.summary]),
         d.TextField("gain", ["" if row else gain]),
-        d.TextField("fix", [finding.fix], prose=row, spare=2 if row else 0),
+        d.TextField("fix", [finding.fix], prose=row, spare=4 if row else 0),
     ]
     shown = d.FieldList([f for f in fields if f.parts[0]], indent=4)
     possible = gain.replace("if so,", "possibly") if row else ""

@@ -32,6 +32,8 @@ TIGHT_LEVEL: Final = 4
 alternative of a snippet are shown."""
 MAX_FULL: Final = 3
 """Maximum number of fixes shown in full without details, and of fixes in a brief report."""
+MAX_CLAUSES: Final = 2
+"""Highest level of detail at which fixes of one line show their action: all of them."""
 MAX_CODE: Final = 12
 """Maximum number of lines of a fix's code without details."""
 MAX_ITEMS: Final = 12
@@ -52,14 +54,14 @@ class Terminal(DocumentRenderer):
         if options.brief:
             return _draw_brief(document, [card for card in cards if card.fix], options)
         if options.top is not None:
-            return _Screen(document, options, options.top, clauses=False).text
+            return _Screen(document, options, options.top, clauses=0).text
         if options.details:
             return _Screen(document, options, len(cards)).text
         max_full = max(1, min(MAX_FULL, fixes))
         flags = (True, False)
-        steps = [(level, clauses, True) for clauses in flags for level in range(TIGHT_LEVEL)]
+        steps = [(level, n, True) for n in (MAX_CLAUSES, 1) for level in range(TIGHT_LEVEL)]
         tight_levels = range(TIGHT_LEVEL, MAX_SPARE_LEVEL + 1)
-        steps += list(product(tight_levels, flags, flags))
+        steps += [(level, *kept) for kept in product(flags, flags) for level in tight_levels]
         for (level, clauses, notes), full in product(steps, range(max_full, 0, -1)):
             screen = _Screen(document, options, full, level, clauses=clauses, notes=notes)
             if screen.text.count("\n") <= MAX_SCREEN_LINES:
@@ -101,7 +103,8 @@ def _draw_row(page: Page, card: d.Card) -> None:
 
 class _Screen:
     """Drawing of a document with ``full`` fixes in full, without blocks that are spare at
-    ``level``. ``clauses``: also show the action of the other fixes. ``notes``: keep all notes on
+    ``level``. ``clauses``: 1 to also show the action of the other fixes, 2 even of those that gain
+    little. ``notes``: keep all notes on
     their gains at tight levels too."""
 
     def __init__(
@@ -111,7 +114,7 @@ class _Screen:
         full: int,
         level: int = 0,
         *,
-        clauses: bool = True,
+        clauses: int = MAX_CLAUSES,
         notes: bool = True,
     ) -> None:
         self.page = Page(options.width, colour=options.colour)
@@ -182,7 +185,7 @@ class _Screen:
                         self.page.blank_line()
                     self.rows += 1
                     _draw_row(self.page, block)
-                    if self.clauses and not block.brief:
+                    if self.clauses > block.brief:
                         self.page.flow("fix", [_fix_clause(block)], style="bold")
                 case d.Card():
                     self.full -= block.fix
@@ -382,15 +385,16 @@ def _shorten_code(code: str) -> str:
 
 
 def _first_alternative(code: str) -> str:
-    """Return the code before an empty line and a comment, if it is useful by itself."""
-    first, comment, other = code.strip("\n").partition("\n\n#")
+    """Return the code before an empty line and a comment that begins another alternative or
+    addition (``# or``, ``# also``), if it is useful by itself."""
+    first, *others = _NEXT_PART.split(code.strip("\n"), maxsplit=1)
     statements = (line for line in first.split("\n") if not _PREPARES.match(line))
-    if not comment or not any(statements):
+    if not others or not any(statements):
         return code
-    hidden = sum(bool(line.strip()) for line in other.split("\n"))
-    return f"{first}\n# … {t.count_noun(hidden, 'more line')}: --details"
+    return f"{first}\n# more code: --details"
 
 
+_NEXT_PART: Final = re.compile(r"\n\n(?=# (?:or|also)\b)")
 _PREPARES: Final = re.compile(r"\s*(#|import |from |$)")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil, isfinite, sqrt
 
+import numpy as np
 import polars as pl
 from msgspec.structs import replace
 
@@ -23,6 +24,7 @@ from advisor.core.finding import (
     Severity,
     impact_without_gain,
 )
+from advisor.core.intervals import Intervals, intersect, intervals_of, subtract, union
 from advisor.core.report_steps import StepTime
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
@@ -33,6 +35,7 @@ from advisor.replay.exposed_time import leaves_device_work, remaining_device_tim
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
+from advisor.replay.selection import host_spans
 from advisor.replay.window_replayer import GainRange
 
 MIN_GAIN_SHARE = 0.01
@@ -398,6 +401,7 @@ def scale_to_run(
             of_ns = (estimator.reference_ns(finding.edits) if finding.edits else None) or a.step_ns
             finding = _convert_to_run(finding, step, a, of_ns)
             finding = _match_loading(finding, a)
+            finding = _limit_to_phases(finding, a, step)
             finding = _leave_device_work(finding, a, step)
         result.append(_set_reference_share(finding, step))
     return result
@@ -421,6 +425,46 @@ REPEATED_WORK_SHARE = 0.02
 """Share by which the device work of a run's usual step may be less than the window's. Of seven runs
 of device-bound H100 programs, six have steps 0 to 4% shorter than the window's work, and one 20%
 shorter. The median is 1.4%."""
+
+
+RECORDED_PHASES = ("data", "forward", "backward", "optimizer")
+"""Phases of a step that the recorder times in every step, and marks in a window."""
+
+
+def _limit_to_phases(finding: Finding, a: Analysis, step: StepTime | None) -> Finding:
+    """Limit a gain and its range on a CPU to the time that the run's own step spends in the phases
+    whose work the fix changes. Other programs may delay any phase of a short window."""
+    recorded, impact = a.recorded, finding.impact
+    if step is None or recorded is None or a.device_id is not None or not finding.edits:
+        return finding
+    if impact is None or impact.is_job_gain or not impact.gain_ns:
+        return finding
+    on_host = [edit.select for edit in finding.edits if edit.select.on == "host"]
+    if not on_host or not {edit.op for edit in finding.edits} <= {"scale", "remove"}:
+        return finding
+    changed = [host_spans(a, select) for select in on_host]
+    ts, dur = (np.concatenate([spans[at] for spans in changed]) for at in (1, 2))
+    changed_spans, other_spans = intersect(union(ts, ts + dur), a.spans), a.spans
+    limit, other_ns = 0.0, step.reference_ns
+
+    def changed_in_run(spans: Intervals, run_ns: float) -> float:
+        in_window = spans.total / a.step_count
+        changed_ns = intersect(changed_spans, spans).total / a.step_count
+        return min(changed_ns * max(1.0, run_ns / max(in_window, 1.0)), run_ns)
+
+    for phase in RECORDED_PHASES:
+        is_phase = (a.trace.cpu["name"] == f"{t.RECORDER_RANGE}{phase}").fill_null(False)
+        spans = intersect(intervals_of(a.trace.cpu, is_phase), other_spans)
+        phase_ns = step.reference_ns * (recorded.share(phase) or 0.0)
+        limit += changed_in_run(spans, phase_ns)
+        other_spans, other_ns = subtract(other_spans, spans), other_ns - phase_ns
+    limit += changed_in_run(other_spans, max(0.0, other_ns))
+    changed_ns = changed_spans.total / a.step_count
+    limit += _ended_page_faults(a, changed_ns)
+    usual_ns = changed_ns * min(1.0, step.reference_ns / a.step_ns)
+    if impact.gain_ns > limit and limit < usual_ns:
+        finding = _scale_gain(finding, limit / usual_ns)
+    return _limit_gain(finding, limit, step.reference_ns)
 
 
 def _leave_device_work(finding: Finding, a: Analysis, step: StepTime | None) -> Finding:
@@ -554,11 +598,12 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
     if a.device_id is None and impact.bound_ns is not None:
         # no fix saves more than the work that it changes, in whichever step this takes longer,
         # and its share of the page faults that the window ended
-        faults = (a.recorded.saved_by_window if a.recorded is not None else None) or 0.0
-        faults *= min(1.0, impact.bound_ns / a.step_ns)
+        faults = _ended_page_faults(a, impact.bound_ns)
         kept_scale = MIN_KEPT_WORK_SHARE * min(1.0, step.ns / a.step_ns)
         other_work = kept_scale * max(0.0, a.step_ns - impact.bound_ns)
         bound = min(max(1.0, scale) * impact.bound_ns + faults, step.ns - other_work)
+        if len(a.steps.used) < MIN_SAMPLED_STEPS:
+            bound *= 1 + _sampling_error(a)
         high = min(high + faults, bound)
     finding = replace(
         finding,
@@ -579,13 +624,27 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
     return lower_confidence(finding, ATYPICAL_WINDOW_CONFIDENCE, why)
 
 
+def _ended_page_faults(a: Analysis, work_ns: float) -> float:
+    """Return the share of this work in the page faults that the window ended, ns per step."""
+    saved_ns = None if a.recorded is None else a.recorded.saved_by_window
+    return (saved_ns or 0.0) * min(1.0, work_ns / a.step_ns)
+
+
+MIN_SAMPLED_STEPS = 3
+"""Minimum number of a window's steps that show how much steps vary."""
+
+
 def _sampling_error(a: Analysis) -> float:
     """Return the sampling error of the window's mean step, as a share of it: 1.28 standard errors,
-    which cover four of five cases."""
+    which cover four of five cases. If the window has too few steps, the run's own steps show how
+    much they vary."""
     steps = a.steps.used["dur"].to_numpy().astype(float)
-    if len(steps) < 3:
+    known = steps
+    if len(steps) < MIN_SAMPLED_STEPS:
+        known = np.array([]) if a.recorded is None else a.recorded.dur[a.recorded.used]
+    if len(known) < MIN_SAMPLED_STEPS:
         return 0.0
-    return min(1.0, 1.28 * float(steps.std(ddof=1)) / (sqrt(len(steps)) * float(steps.mean())))
+    return min(1.0, 1.28 * float(known.std(ddof=1)) / (sqrt(len(steps)) * float(known.mean())))
 
 
 def _make_converter(
@@ -673,7 +732,8 @@ def _loading_share(a: Analysis) -> float:
 
 
 def _scale_gain(finding: Finding, factor: float) -> Finding:
-    """Return the finding with its gain multiplied by ``factor``. The low end of its range stays."""
+    """Return the finding with its gain multiplied by ``factor``. The low end of its range does not
+    rise."""
     impact = finding.impact
     if impact is None or impact.gain_ns is None:
         return finding
@@ -682,6 +742,7 @@ def _scale_gain(finding: Finding, factor: float) -> Finding:
         impact=replace(
             impact,
             gain_ns=round(impact.gain_ns * factor),
+            low_ns=None if impact.low_ns is None else round(impact.low_ns * min(1.0, factor)),
             high_ns=None if impact.high_ns is None else round(impact.high_ns * factor),
             bound_ns=None if impact.bound_ns is None else round(impact.bound_ns * factor),
             share=None if impact.share is None else impact.share * factor,

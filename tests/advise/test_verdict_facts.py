@@ -9,8 +9,9 @@ import pytest
 from advisor.advise import engine
 from advisor.advise.engine import Options
 from advisor.advise.finding_text import is_unseen_code, ranked_findings
+from advisor.advise.host_verdict import MIN_WAITING_SHARE
 from advisor.advise.report_text import describe_all_fixes, find_slow_steps, name_phase
-from advisor.advise.verdict import MIN_PAUSE_SHARE, MIN_SLOW_SHARE, MIN_WAITING_SHARE
+from advisor.advise.verdict_parts import MIN_PAUSE_SHARE, MIN_SLOW_SHARE
 from advisor.core.report import Report
 from advisor.core.text import format_share, host_label
 from advisor.render.formats import REPORTS

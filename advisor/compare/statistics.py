@@ -18,6 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.report_steps import VARYING_STEPS_SHARE
+
 Sample = NDArray[np.float64]
 
 CONFIDENCE_LEVEL = 0.95
@@ -28,6 +30,13 @@ MIN_DEPENDENT_STEPS = 5
 MIN_FOR_MEDIAN = 40
 """Minimum number of steps on both sides to compare medians. With fewer, a resampled median takes so
 few values that its percentiles mean little."""
+MAX_RARE_SHARE = 0.02
+"""Maximum share of steps at each end that may be rare: a hiccup of the machine is no usual length.
+"""
+MAX_MIDDLE_SPREAD = 1.0
+"""Maximum spread of the middle fifth of the steps, in standard deviations, for one usual length: it
+is 0.5 in a normal distribution, 0.7 where all lengths are equally frequent, and 2 where there are
+two lengths."""
 RESAMPLES = 2000
 MAX_CORRELATION, MAX_CORRELATION_OF_FEW = 0.98, 0.9
 """Maximum correlation of neighbours in the length of blocks, and in the error of few steps. At 1
@@ -79,14 +88,15 @@ def difference(
 ) -> Difference | None:
     """Return the difference of two series in time order; ``None`` with under five steps on a side.
 
-    It compares means below 40 steps, and medians otherwise. ``paired``: the series are equally
+    It compares means below 40 steps, or where steps have several usual lengths, and medians
+    otherwise. ``paired``: the series are equally
     long, and steps at the same index have the same number."""
     shortest = min(len(before), len(after))
     if shortest < MIN_DEPENDENT_STEPS:
         return None
     if paired and len(before) != len(after):
         raise ValueError(f"{len(before)} and {len(after)} steps cannot be paired")
-    statistic = "median" if shortest >= MIN_FOR_MEDIAN else "mean"
+    statistic = _choose_statistic((before, after))
     random = np.random.default_rng(_RANDOM_SEED)
     blocks = [block_length(before), block_length(after)]
     if paired:
@@ -115,10 +125,10 @@ def difference_of_runs(
     """Return the difference between several runs of one program and one or more of another.
 
     Runs differ by more than their steps do: another node, clock or allocator layout. So each run
-    counts once: the interval is Student's t over the runs' medians (means below 40 steps). It
+    counts once: the interval is Student's t over the runs' medians, or means, as for steps. It
     assumes the same spread on both sides, and is never narrower than the interval of the steps
     themselves. Both sides together need at least three runs."""
-    statistic = "median" if min(map(len, (*before, *after))) >= MIN_FOR_MEDIAN else "mean"
+    statistic = _choose_statistic((*before, *after))
     center = np.median if statistic == "median" else np.mean
     centers = [np.array([center(run) for run in runs]) for runs in (before, after)]
     counts = [len(runs) for runs in centers]
@@ -138,6 +148,24 @@ def difference_of_runs(
     method = f"Student's t interval over {counts[0]} and {counts[1]} runs"
     first, second = (float(runs.mean()) for runs in centers)
     return _center_on(method, statistic, first, second, half)
+
+
+def _choose_statistic(samples: Sequence[Sample]) -> str:
+    """Return ``median`` if all samples have enough steps of one usual length, else ``mean``."""
+    if min(map(len, samples)) < MIN_FOR_MEDIAN or any(map(_has_several_lengths, samples)):
+        return "mean"
+    return "median"
+
+
+def _has_several_lengths(steps: Sample) -> bool:
+    """Return whether steps have several usual lengths, as with batches that arrive in groups, or a
+    checkpoint in every tenth step. Their median is one of the lengths, or jumps between them."""
+    rare = math.ceil(MAX_RARE_SHARE * len(steps))
+    usual = np.sort(steps)[rare:-rare]
+    median = float(np.median(usual))
+    below, above = np.quantile(usual, (0.4, 0.6))
+    is_split = above - below > MAX_MIDDLE_SPREAD * usual.std()
+    return bool(is_split or abs(usual.mean() - median) >= VARYING_STEPS_SHARE * median)
 
 
 def block_length(series: Sample) -> int:

@@ -159,3 +159,38 @@ def test_fewer_than_five_steps_are_not_compared() -> None:
     assert difference(np.ones(MIN_DEPENDENT_STEPS - 1), np.arange(50.0)) is None
     with pytest.raises(ValueError, match="5 and 6 steps cannot be paired"):
         difference(np.ones(5), np.ones(6), paired=True)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_batches_that_arrive_in_groups_are_compared_by_their_mean(workers: int) -> None:
+    """Without workers a step takes 35 ms. With them, batches arrive in groups: one step waits for
+    all of them, the others take 0.3 ms. Their median is one of the lengths."""
+    random = np.random.default_rng(workers)
+    before = 35 + random.normal(0, 2, 60)
+    group = np.array([35.0] + [0.3] * (workers - 1))
+    after = np.resize(group, 60) + np.abs(random.normal(0, 0.1, 60))
+    shorter = difference(before, after)
+    assert shorter is not None and shorter.statistic == "mean"
+    true = 35 * (1 / workers - 1)
+    assert shorter.low <= true + 0.5 and true - 0.5 <= shorter.high < -0.3 * 35
+    longer = difference(after, before)
+    assert longer is not None and longer.low > 0.3 * 35
+
+
+def test_rare_long_steps_do_not_hide_a_difference_of_medians() -> None:
+    random = np.random.default_rng(1)
+    before, after = 10 + random.normal(0, 0.2, 200), 11 + random.normal(0, 0.2, 200)
+    before[[20, 90, 150]] = 300
+    shown = difference(before, after)
+    assert shown is not None and shown.statistic == "median"
+    assert 0.8 < shown.low < shown.high < 1.2
+
+
+def test_a_checkpoint_in_every_tenth_step_counts() -> None:
+    random = np.random.default_rng(2)
+    before = 10 + random.normal(0, 0.2, 200)
+    after = before + random.normal(0, 0.2, 200)
+    after[::10] += 90
+    shown = difference(before, after)
+    assert shown is not None and shown.statistic == "mean"
+    assert shown.low < 9 < shown.high and shown.low > 4

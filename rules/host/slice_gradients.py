@@ -57,8 +57,8 @@ class SliceGradients(Rule):
     worst_factor = Factor(0.3, "of the time remains at most, for sums and launches", CHOSEN)
 
     fix = (
-        "Compute independent iterations, such as a loss per class, in one operation on the whole "
-        "tensor. Otherwise take the slices with one unbind before the loop, or with split for "
+        "Compute independent iterations, such as a loss per class, at once on the whole tensor. "
+        "Otherwise take the slices with one unbind before the loop, or with split for "
         "parts of several entries."
     )
     code = (

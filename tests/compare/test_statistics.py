@@ -163,8 +163,8 @@ def test_fewer_than_five_steps_are_not_compared() -> None:
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_batches_that_arrive_in_groups_are_compared_by_their_mean(workers: int) -> None:
-    """Without workers each step takes 35 ms. With them, batches arrive in groups: one step waits
-    for all of them, the others take 0.3 ms. Their median is one of the lengths."""
+    """Batches of several workers arrive in groups: one step waits 35 ms for all of them, and the
+    others take 0.3 ms. Without workers each step takes 35 ms."""
     random = np.random.default_rng(workers)
     before = 35 + random.normal(0, 2, 60)
     group = np.array([35.0] + [0.3] * (workers - 1))

@@ -27,6 +27,7 @@ from msgspec.structs import replace
 
 from advisor.core.errors import AdvisorError, suggest
 from advisor.core.finding import Edit, Instants, Operation, Select
+from advisor.core.text import CAUSE_LABELS, HOST_LABELS
 from advisor.core.trace import BLOCKING_CALLS, CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
 
 VERBS: dict[str, Operation] = {
@@ -47,6 +48,18 @@ def _select_copies(pattern: str) -> Select:
     return Select(on="gpu", kind=("memcpy",), copy=directions)
 
 
+_CAUSES_BY_LABEL = {
+    re.sub(r"\W+", "-", label.lower()).strip("-"): cause
+    for cause, label in {**CAUSE_LABELS, "unknown": HOST_LABELS["unknown"]}.items()
+}
+"""Idle causes by their names in reports."""
+
+
+def _find_cause(name: str) -> str:
+    """Return the idle cause of this name, or of this name in reports, with ``-`` for spaces."""
+    return _CAUSES_BY_LABEL.get(name.lower(), name)
+
+
 TARGETS: dict[str, Callable[[str], Select]] = {
     "kernel": lambda p: Select(on="gpu", kind=("kernel",), name=p),
     "family": lambda p: Select(on="gpu", family=(p,)),
@@ -61,7 +74,7 @@ TARGETS: dict[str, Callable[[str], Select]] = {
     "host": lambda p: Select(on="host", name=p),
     "sync": lambda p: Select(on="host", call=BLOCKING_CALLS, under=p),
     "loader": lambda p: Select(on="host", name=p or LOADER),
-    "gap": lambda p: Select(on="gap", cause=tuple(p.split(",")) if p else ()),
+    "gap": lambda p: Select(on="gap", cause=tuple(map(_find_cause, p.split(","))) if p else ()),
 }
 TEXT_QUALIFIERS = ("layer", "kind", "family", "copy", "memory", "call", "cause", "at", "region")
 NUMBER_QUALIFIERS = ("stream", "id")

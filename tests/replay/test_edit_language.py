@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 
 from advisor import AdvisorError
 from advisor.core.finding import Edit, Instants, Select
+from advisor.core.text import cause_label
 from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS
+from advisor.measure.host.gaps import CAUSES
 from advisor.replay.edit_language import LOADER, parse_edit, write_edit
 
 PATTERN = st.sampled_from(
@@ -153,3 +156,15 @@ def test_invalid_numbers_and_launches_are_reported(line: str, message: str) -> N
     with pytest.raises(AdvisorError) as caught:
         parse_edit(line)
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_idle_causes_have_their_names_in_reports_and_the_docs_list_them() -> None:
+    assert parse_edit("remove gap:cpu-operators,host-in-a-sync") == parse_edit(
+        "remove gap:dispatch,sync"
+    )
+    assert parse_edit("remove gap:outside-operators").select.cause == ("unknown",)
+    page = (Path(__file__).parents[2] / "docs" / "whatif.md").read_text()
+    table = page[page.index("| `gap:` | in reports |") :].partition("\n\n")[0]
+    for cause in CAUSES:
+        assert f"`{cause}`" in table
+        assert cause_label(cause) in table

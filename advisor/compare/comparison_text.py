@@ -279,14 +279,17 @@ def step_notes(steps: StepTimeChange) -> list[str]:
     """Say how the steps changed, then the caveats. Empty if the change is not measured."""
     if steps.difference_ns is None:
         return []
-    low, high = t.format_change(steps.low_ns or 0.0), t.format_change(steps.high_ns or 0.0)
-    became = "is the same"
+    low, high = steps.low_ns or 0.0, steps.high_ns or 0.0
+    became, how = "is the same", "longer" if steps.difference_ns > 0 else "shorter"
     if steps.difference_ns:
-        how = "shorter" if steps.difference_ns < 0 else "longer"
         became = f"became {t.format_duration(abs(steps.difference_ns))} {how}"
+    ends = [t.format_duration(abs(end)) for end in (low, high)]
+    between = f"{ends[0]} shorter and {ends[1]} longer"
+    if low * high > 0:  # in the direction of the difference, the smaller end first
+        between = f"{ends[low < 0]} and {ends[low > 0]} {how}"
     result = [
-        f"The {steps.statistic} step {became}. With {steps.level:.0%} confidence the change is "
-        f"between {low} and {high}."
+        f"The {steps.statistic} step {became}. With {steps.level:.0%} confidence it is between "
+        f"{between}."
     ]
     return [*result, *steps.notes]
 

@@ -26,6 +26,6 @@ def test_the_interval_of_a_difference_is_a_sentence() -> None:
     pair = [CORPUS / "pairs" / f"loader_autograd_workers{n}.json.gz" for n in (0, 4)]
     text = " ".join(COMPARISONS.render("terminal", compare(*pair)).split())
     assert (
-        "The mean step became 44.4 ms shorter. With 95% confidence it is between 18.2 ms and 70.7 ms "
-        "shorter." in text  # in time: the verdict has the shares
+        "The mean step became 44.4 ms shorter. With 95% confidence it is between 18.2 ms and "
+        "70.7 ms shorter." in text  # in time: the verdict has the shares
     )

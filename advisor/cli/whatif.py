@@ -167,30 +167,46 @@ def _list_edits(path: str, run: Run, options: o.Options) -> str:
     from advisor.advise.engine import examine
     from advisor.advise.finding_text import ranked_findings
     from advisor.core.labels import clean
-    from advisor.core.text import format_duration, idle_label
+    from advisor.core.text import count_noun, format_duration, idle_label
     from advisor.replay.edit_language import write_edit
-    from advisor.replay.selection import largest_targets
+    from advisor.replay.selection import largest_targets, selects_anything
 
     examined = examine(run, options)
     targets, steps = largest_targets(examined.main, MAX_TARGETS), examined.main.step_count
     framework = examined.report.scope.framework
     causes = {f"gap:{part.cause}": idle_label(part, framework) for part in examined.report.idle}
     edit_lines: list[str] = []
+    missing_lines: list[str] = []
+    example = f"'remove {targets[0][0]}'" if targets else ""
     for finding in ranked_findings(examined.report):
-        lines = [_shorten_edit(write_edit(edit), examined.main) for edit in finding.edits]
-        edits = " ".join(map(_quote_edit, lines))
-        if edits and len(edits) <= MAX_EDITS_LENGTH:
-            edit_lines += [f"{finding.priority:>2}  {finding.title}", f"    {edits}"]
-    if not targets:
+        lines = [
+            _shorten_edit(write_edit(edit), examined.main)
+            for edit in finding.edits
+            if edit.rank is not None or selects_anything(examined.main, edit.select)
+        ]
+        edits, title = " ".join(map(_quote_edit, lines)), f"{finding.priority:>2}  {finding.title}"
+        if not edits:
+            missing_lines += [title, "    No edit describes this fix."]
+        elif len(edits) > MAX_EDITS_LENGTH:
+            missing_lines += [title, f"    {count_noun(len(lines), 'edit')}, too long to paste."]
+        else:
+            edit_lines += [title, f"    {edits}"]
+            example = example or edits
+    if not example and not missing_lines:
         raise AdvisorError(f"{path}: nothing in it has a time that an edit could change")
     target_lines = [
         f"    {name:<28} {format_duration(ns / steps):<9} {causes.get(name, '')}".rstrip()
         for name, ns in targets
     ]
-    example = f"'remove {targets[0][0]}'"
-    result = [f"Give an edit, such as: advisor whatif {shlex.quote(path)} {example}"]
-    titles = ("Targets of this trace, per step:", "What this trace's fixes change, to paste:")
-    for title, listed in zip(titles, (target_lines, edit_lines), strict=True):
+    result = ["Write an edit: advisor whatif --help has an example of each verb."]
+    if example:
+        result = [f"Give an edit, such as: advisor whatif {shlex.quote(path)} {example}"]
+    sections = {
+        "Targets of this trace, per step:": target_lines,
+        "What this trace's fixes change, to paste:": edit_lines,
+        "Fixes whose edits are not listed:": missing_lines,
+    }
+    for title, listed in sections.items():
         result += ["", title, *listed] if listed else []
     return "".join(f"{clean(line)}\n" for line in result)
 

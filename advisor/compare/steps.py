@@ -78,7 +78,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
         share=result.amount / base,
         share_low=low / base,
         share_high=result.high / base,
-        notes=_list_notes(source, result.statistic, sides, reports),
+        notes=_list_notes(source, sides, reports),
     )
 
 
@@ -157,9 +157,7 @@ def _explain_missing(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str
     return f"{counts} steps are too few to know their spread; record at least {MIN_STEPS}"
 
 
-def _list_notes(
-    source: str, statistic: str, sides: tuple[Runs, Runs], reports: Sequence[Report]
-) -> list[str]:
+def _list_notes(source: str, sides: tuple[Runs, Runs], reports: Sequence[Report]) -> list[str]:
     result = []
     if source == "recorder":
         result.append(
@@ -177,12 +175,13 @@ def _list_notes(
             "So few steps do not show how one depends on the next: the interval is for "
             "independent steps, and the true one is wider."
         )
-    elif statistic == "mean":
+    elif (missing := MIN_FOR_MEDIAN - min(map(len, samples))) > 0:
         highest = max((autocorrelation(sample) or 0.0) for sample in samples)
         suffix = f" (correlation up to {highest:.2f})" if highest >= MIN_CORRELATION else ""
         result.append(
             f"Few steps: where one depends on the next{suffix}, the true interval is wider. "
-            f"Record {MIN_FOR_MEDIAN} or more."
+            f"Record {t.count_noun(missing, 'more step')}: {MIN_FOR_MEDIAN} are needed after the "
+            "warm-up."
         )
     if all(len(runs) == 1 for runs in sides):
         result.append("One run each: another run of the same program may differ by more.")

@@ -223,7 +223,10 @@ def _summarize_report(text: bytes) -> list[str]:
     report = Report.from_json(text)
     sentences = []
     if report.recorded is not None:
-        step = "" if report.step is None else f", {t.format_duration(report.step.ns)} each (median)"
+        step = ""
+        if report.step is not None:
+            step_ns, statistic = report.step.reference_ns, report.step.statistic
+            step = f", {t.format_duration(step_ns)} each ({statistic})"
         count = report.recorded.steps
         kind = "inference " if report.recorded.inference else ""
         step_text = f"{t.format_count(count)} {kind}step{'' if count == 1 else 's'}{step}"

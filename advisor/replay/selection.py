@@ -511,6 +511,18 @@ def find_near_matches(a: Analysis, select: Select) -> NearMatches:
     )
 
 
+def selects_anything(a: Analysis, select: Select) -> bool:
+    """Return whether the steps contain anything that a selector selects."""
+    if select.on == "gap":
+        return bool(selected_gaps(a, select).any())
+    if select.on == "host":
+        return bool(selected_host(a, select).any())
+    collectives = collectives_on_host(a, select)
+    return bool(selected_gpu(a, select).any()) or (
+        collectives is not None and not collectives.is_empty()
+    )
+
+
 def largest_targets(a: Analysis, most: int) -> list[tuple[str, float]]:
     """Return targets of edits with their time in all steps, ns, longest first: families of kernels,
     copies, and causes of idle time."""

@@ -157,13 +157,8 @@ def write_headline(report: TrialReport) -> str:
     )
     joint = report.together
     if joint is None:
-        if report.winners and report.winners[0].schedule:
-            best = report.winners[0]
-            saving = f"{format_interval(best.gain_low, best.gain_high)} less time"
-            return (
-                f"{note}{best.name}: a sample takes {saving}. "
-                "This is another training: check what it does to the schedule."
-            )
+        if report.winners:
+            return note + _describe_winners(report)
         text = f"{note}No gain is shown in {t.count_noun(count, 'trial')}."
         if unclear := sum(trial.outcome == "unclear" for trial in report.trials):
             text += (
@@ -172,11 +167,26 @@ def write_headline(report: TrialReport) -> str:
             )
         return text
     names = t.list_names(map(str, joint.knob_settings))
-    gain = f"-{t.format_share(joint.gain)}, {format_interval(joint.gain_low, joint.gain_high)}"
+    interval = format_interval(joint.gain_low, joint.gain_high)
     return (
         f"{note}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(joint.step_ns)} "
-        f"per step ({gain})."
+        f"per step ({t.format_share(joint.gain)} less; {interval} with 95% confidence)."
     )
+
+
+def _describe_winners(report: TrialReport) -> str:
+    """Describe the gains of single trials, where no trial of all winners was finished."""
+    best, *others = report.winners
+    saving = f"{format_interval(best.gain_low, best.gain_high)} less time"
+    if best.schedule:
+        return (
+            f"{best.name}: a sample takes {saving}. "
+            "This is another training: check what it does to the schedule."
+        )
+    text = f"{best.name}: a step takes {saving}."
+    if not others:
+        return text
+    return f"{text} {t.count_noun(len(others), 'other gain')} below; not tried together."
 
 
 def format_interval(low: float | None, high: float | None) -> str:

@@ -528,6 +528,35 @@ def test_whatif_without_an_edit_offers_edits_of_findings(advisor: Run, slow_trac
     assert (code, out) == (2, "") and "no edit is given" in err
 
 
+def test_whatif_offers_edits_of_findings_without_work_of_a_gpu(advisor: Run) -> None:
+    run = Path(__file__).parents[1] / "data/recorded/second_forward.slow"
+    code, out, err = advisor("whatif", run)
+    assert (code, err) == (0, "")
+    first, _, heading, title, edits = out.splitlines()
+    assert heading == "What this trace's fixes change, to paste:"
+    assert title == " 1  The forward pass runs twice in each step"
+    assert first.endswith(edits.strip())
+    assert advisor("whatif", run, *shlex.split(edits))[0] == 0
+
+
+def test_whatif_names_fixes_whose_edits_it_does_not_list(
+    advisor: Run, shared_file: Callable[[str], str]
+) -> None:
+    code, out, err = advisor("whatif", shared_file("h100/ping_pong"))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-3:] == [
+        "Fixes whose edits are not listed:",
+        " 1  Data makes a round trip through the host",
+        "    3 edits, too long to paste.",
+    ]
+    run = Path(__file__).parents[1] / "data/recorded/contention.slow"
+    code, out, err = advisor("whatif", run)
+    assert (code, err) == (0, "")
+    first, _, heading, title, reason = out.splitlines()
+    assert first.startswith("Write an edit: ") and heading == "Fixes whose edits are not listed:"
+    assert re.match(r" 1  [A-Z]", title) and reason == "    No edit describes this fix."
+
+
 def test_whatif_takes_an_edit_without_quotes(advisor: Run, slow_trace: Path) -> None:
     plain = advisor("whatif", slow_trace, "scale", "work", "0.5")
     assert plain[0] == 0 and plain == advisor("whatif", slow_trace, "scale work 0.5")

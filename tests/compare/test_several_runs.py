@@ -57,6 +57,16 @@ def draw_run(random: np.random.Generator, slower: float = 0.0, steps: int = 50) 
     return report(1e7 * speed * (1 + noise))
 
 
+def test_the_note_on_few_steps_counts_those_that_lack() -> None:
+    """Of 40 recorded steps, 28 count: 12 more are needed."""
+    random = np.random.default_rng(1)
+    few, enough = (draw_run(random, steps=steps) for steps in (28, 60))
+    notes = " ".join(compare_with_baseline(build_baseline([few], ["run"]), enough).steps.notes)
+    assert "Record 12 more steps: 40 are needed after the warm-up." in notes
+    both = compare_with_baseline(build_baseline([enough], ["run"]), enough).steps.notes
+    assert "Record" not in " ".join(both)
+
+
 def alarm_rates(baseline_runs: int, bounds: Sequence[float], trials: int = 150) -> list[float]:
     """Share of trials in which identical runs are a regression, for each bound."""
     random = np.random.default_rng(25)

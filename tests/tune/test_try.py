@@ -20,7 +20,7 @@ from advisor.render.formats import TRIALS
 from advisor.replay import predictions
 from advisor.tune.knob import KnobSetting
 from advisor.tune.pipeline import save_trials
-from advisor.tune.report import Trial, TrialReport, write_headline
+from advisor.tune.report import CombinedTrial, Trial, TrialReport, write_headline
 
 pytest.importorskip("torch")
 
@@ -227,3 +227,30 @@ def test_trial_without_a_winner_is_reported() -> None:
         "threads", 1), title="", safety="reordered")]))  # fmt: skip
     assert "The runs of 1 differ too much to tell" in headline and "--budget" in headline
     assert write_headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."
+
+
+def test_the_headline_of_an_interrupted_run_names_its_gains() -> None:
+    trials = [
+        Trial(rule="r", knob_setting=KnobSetting("workers", workers), title="", safety="exact",
+              outcome="gain", gain=gain, gain_low=gain - 0.1, gain_high=gain + 0.1)
+        for workers, gain in ((1, 0.4), (2, 0.5))
+    ]  # fmt: skip
+    report = TrialReport(trials=trials[:1], interrupted=True)
+    assert write_headline(report) == (
+        "Interrupted; results so far. workers=1: a step takes 30 to 50% less time."
+    )
+    report.trials = trials
+    assert write_headline(report) == (
+        "Interrupted; results so far. workers=2: a step takes 40 to 60% less time. "
+        "1 other gain below; not tried together."
+    )
+
+
+def test_the_headline_of_a_combination_has_savings_of_one_sign() -> None:
+    trial = Trial(rule="r", knob_setting=KnobSetting("workers", 2), title="", safety="exact")
+    report = TrialReport(trials=[trial], step_ns=200e6, together=CombinedTrial(
+        knob_settings=[trial.knob_setting], step_ns=110e6, gain=0.45, gain_low=0.34,
+        gain_high=0.55))  # fmt: skip
+    assert write_headline(report) == (
+        "workers=2: 200 ms → 110 ms per step (45% less; 34 to 55% with 95% confidence)."
+    )

@@ -330,6 +330,9 @@ def measure_realised_gain(
         )
     else:
         result.agrees = result.measured_low_ns <= result.predicted_high_ns
+    if result.agrees and result.measured_low_ns <= 0 <= result.measured_high_ns:
+        result.agrees = None
+        result.reason = "the measured change may be none at all"
     return result
 
 

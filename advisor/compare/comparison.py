@@ -202,7 +202,8 @@ class RealisedGain(Struct, kw_only=True):
     """Upper end of the measured saving's interval, ns per step."""
     agrees: bool | None = None
     """Whether the interval and the range overlap, or the two differ by at most a tenth. For an
-    upper bound: whether the saving may be within it. ``null`` if not compared."""
+    upper bound: whether the saving may be within it. ``null`` if not compared, or if both fit
+    and the interval includes 0."""
     reason: str = ""
     """Reason why the two are not compared."""
 

@@ -440,7 +440,11 @@ def describe_realised_gain(c: Comparison) -> list[str]:
     if r.measured_ns < 0:
         direction, low, high = "longer", -high, -low
     text += f". The step became {t.format_duration(abs(r.measured_ns))} {direction}"
-    text += f" ({t.format_range(low, high)} {direction} with 95% confidence)."
+    interval = f"{t.format_range(low, high)} {direction}"
+    if low < 0 < high:
+        opposite = "longer" if direction == "shorter" else "shorter"
+        interval = f"{t.format_duration(-low)} {opposite} to {t.format_duration(high)} {direction}"
+    text += f" ({interval} with 95% confidence)."
     if r.agrees is None:
         return [text, f"Prediction and gain are not compared: {r.reason}."]
     if r.agrees:

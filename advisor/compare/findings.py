@@ -44,8 +44,10 @@ def compare_findings(
     before: Report, after: Report, search: Search | None
 ) -> list[tuple[FindingChange, Finding | None]]:
     """Return what became of every finding that is more than a note on one side, and the finding
-    before. ``search`` looks for a finding of the run before (True) or after (False) in the other
-    one. ``None`` if there are only reports: what one of them lacks is then unchecked."""
+    before. If one is fixed or new together with those that the report lists under it, only the
+    first is returned: they are one cause. ``search`` looks for a finding of the run before (True)
+    or after (False) in the other one. ``None`` if there are only reports: what one of them lacks is
+    then unchecked."""
     pairs = pair_up(before, after)
     changes = [(describe_change(pair, before, after, search), pair[0]) for pair in pairs]
     for change, _ in changes if search is None else ():
@@ -53,7 +55,12 @@ def compare_findings(
             change.change, change.reason = "unchecked", NOT_SEARCHED
         elif change.change == "new":
             change.change, change.reason = "unchecked before", NOT_SEARCHED
-    return changes
+    first = {(c.rule, c.change) for c, _ in changes if c.change in ("fixed", "new")}
+    return [
+        result
+        for result, pair in zip(changes, pairs, strict=True)
+        if not any((f.folded_under, result[0].change) in first for f in pair if f is not None)
+    ]
 
 
 def pair_up(before: Report, after: Report) -> list[Pair]:

@@ -401,6 +401,35 @@ def test_a_finding_that_sank_to_a_note_is_not_fixed(report: Report) -> None:
     assert finding_changes(before, after) == [("remaining", "sync", None)]
 
 
+def test_a_finding_listed_under_another_is_one_cause_with_it(report: Report) -> None:
+    folded = replace(make_finding("workers"), folded_under="loader")
+    before = replace(report, findings=[make_finding("loader"), folded])
+    none = replace(report, findings=[])
+    assert finding_changes(before, none) == [("fixed", "loader", None)]
+    assert finding_changes(none, before) == [("new", "loader", None)]
+    half = replace(report, findings=[make_finding("loader")])
+    assert finding_changes(before, half) == [
+        ("remaining", "loader", None),
+        ("fixed", "workers", None),
+    ]
+
+
+def test_a_gain_that_may_be_none_does_not_agree(write_recording: Record, training: Make) -> None:
+    """The mean step becomes shorter, as predicted, but steps differ by up to 30 ms."""
+    noise = np.random.default_rng(7).uniform(0, 30_000, 30)
+    before = write_recording("a", [*(6000.0 + noise)], training(wait=5000.0))
+    after = write_recording("b", [*(1000.0 + noise[::-1])], training())
+    c = compare(before, after)
+    realised = c.realised
+    assert realised.measured_ns is not None and realised.measured_ns > 0
+    assert realised.predicted_low_ns is not None and realised.predicted_high_ns is not None
+    assert realised.measured_low_ns is not None and realised.measured_low_ns < 0
+    assert realised.agrees is None
+    text = " ".join(COMPARISONS.render("terminal", c).split())
+    assert re.search(r"shorter \([\d.]+ ms longer to [\d.]+ ms shorter with 95% confidence\)", text)
+    assert "not compared: the measured change may be none at all." in text
+
+
 def test_a_comparison_reads_back(files: Callable[..., Comparison]) -> None:
     c = files({"wait": 5000.0}, {})
     restored = Comparison.from_json(c.to_json())

@@ -58,7 +58,7 @@ def draw_run(random: np.random.Generator, slower: float = 0.0, steps: int = 50) 
 
 
 def test_the_note_on_few_steps_counts_those_that_lack() -> None:
-    """Of 40 recorded steps, 28 count: 12 more are needed."""
+    """12 more than 28 are needed."""
     random = np.random.default_rng(1)
     few, enough = (draw_run(random, steps=steps) for steps in (28, 60))
     notes = " ".join(compare_with_baseline(build_baseline([few], ["run"]), enough).steps.notes)

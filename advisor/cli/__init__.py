@@ -88,6 +88,11 @@ ALLOCATOR_SETTING = ("_RJEM_MALLOC_CONF", "dirty_decay_ms:50,muzzy_decay_ms:0")
 default, it keeps freed pages forever, and a large file takes half as much memory again."""
 
 
+COMPLETION_OPTIONS = ("--install-completion", "--show-completion")
+NAMED_SHELL = "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"
+"""Environment variable with which typer takes a shell's name instead of detecting the shell."""
+
+
 def main() -> None:
     """Run the command line and leave the process with its exit code.
 
@@ -113,6 +118,8 @@ def run(arguments: list[str]) -> int:
             raise AdvisorError(
                 f"{command} is not a command: advisor analyze {shlex.quote(command)}"
             )
+        if command in COMPLETION_OPTIONS and len(arguments) == 2:
+            os.environ[NAMED_SHELL] = "1"
         code = _build_command(command).main(
             args=arguments, prog_name="advisor", standalone_mode=False
         )

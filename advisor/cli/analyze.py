@@ -188,7 +188,7 @@ def _inputs_without_trace(options: Options) -> tuple[list[str], Options]:
         return [read.memory_snapshot], o.with_read_options(options, memory_snapshot=None)
     if read.kernel_profile is None:
         raise AdvisorError(
-            "give a trace, a folder of traces, a run, --memory-snapshot FILE or "
+            "no PATH is given: advisor analyze PATH..., --memory-snapshot FILE or "
             "--kernel-profile FILE; 'advisor demo' shows a report"
         )
     from advisor.read.directory import profile_files

@@ -118,6 +118,8 @@ def parse_edit(line: str) -> Edit:
     under = [w[len("under:") :] for w in qualifiers if w.startswith("under:")]
     ranks = [w[len("rank:") :] for w in qualifiers if w.startswith("rank:")]
     targets = [w for w in arguments if w not in qualifiers or w is arguments[0]]
+    if len(targets) == 2 and number is None and targets[1].partition(":")[0] not in TARGETS:
+        raise wrong(f"{targets[1]!r} is not a number")
     if len(targets) != 1 or len(under) > 1 or len(ranks) > 1:
         raise wrong("give one target, at most one under:PATTERN, rank:N and number")
     if ranks and not re.fullmatch(r"\d{1,9}", ranks[0]):

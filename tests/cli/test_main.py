@@ -350,3 +350,15 @@ def test_a_parameter_has_the_name_of_its_option() -> None:
 def _leaf_commands(command: Any) -> list[Any]:
     below = getattr(command, "commands", {}).values()
     return [leaf for each in below for leaf in _leaf_commands(each)] if below else [command]
+
+
+@pytest.mark.parametrize(("shell", "words"), [("zsh", "#compdef advisor"), ("bash", "COMPREPLY=")])
+def test_the_completion_shown_is_that_of_the_named_shell(shell: str, words: str) -> None:
+    command = [sys.executable, "-m", "advisor", "--show-completion", shell]
+    assert words in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_an_unknown_shell_is_an_error(advisor: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(cli.NAMED_SHELL, "1")  # undone after the test
+    code, out, err = advisor("--show-completion", "none")
+    assert (code, out) == (2, "") and "'none' is not one of 'bash', 'zsh', " in err

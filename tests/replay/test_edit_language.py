@@ -145,6 +145,8 @@ def test_meaningless_word_is_refused(line: str, words: str) -> None:
     ("line", "message"),
     [
         ("scale work nan", "nan is not a finite number"),
+        ("scale family:gemm abc", "'abc' is not a number"),
+        ("scale kernel sync", "give one target"),
         ("scale kernel -Infinity", "-Infinity is not a finite number"),
         ("graph work 1e999", "1e999 is not a finite number"),
         ("scale kernel 0..1e999", "1e999 is not a finite number"),

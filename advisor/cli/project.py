@@ -75,9 +75,7 @@ def command(
     A range is as wide as the largest known error of a projection. More: docs/project.md of a
     checkout."""
     if not gpu and not all_gpus and not gpus:
-        raise AdvisorError(
-            "no GPU is given: --gpu NAME, --all or --gpus N (see 'advisor project --help')"
-        )
+        raise AdvisorError("no GPU is given: add --gpu NAME, --all or --gpus N")
     if gpus and (gpu or all_gpus):
         raise AdvisorError("--gpus N is for the recorded GPU: give it without --gpu and --all")
     from advisor.advise.one_run import open_first_windows

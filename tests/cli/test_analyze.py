@@ -448,7 +448,7 @@ def test_recording_without_layers_gets_one_line_of_advice(
         ("gate", "no BASELINE and RUN are given: advisor gate baseline.json RUN; first, "),
         ("gate a b c", "3 paths are given: advisor gate baseline.json RUN; first, "),
         ("analyze", "no PATH is given: advisor analyze PATH..., --memory-snapshot FILE or "),
-        ("project slow.json", "no GPU is given: --gpu NAME, --all or --gpus N (see "),
+        ("project slow.json", "no GPU is given: add --gpu NAME, --all or --gpus N"),
         ("whatif", "no TRACE is given: advisor whatif TRACE [EDIT]..."),
         ("try", "no PROGRAM is given: advisor try [--] PROGRAM [ARGS]... | RUN"),
         ("record", "no PROGRAM is given: advisor record train.py"),

@@ -138,7 +138,7 @@ def test_given_gpu_applies_to_several_gpus(advisor: Run, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no GPU is given: --gpu NAME, --all or --gpus N (see "),
+        ((), "no GPU is given: add --gpu NAME, --all or --gpus N"),
         (("--gpu", "voodoo"), "no GPU 'voodoo' is known"),
         (("--gpu", "h2000"), "did you mean NVIDIA H200 SXM, "),
         (("--gpu", "mi30"), "did you mean AMD Instinct MI300X, "),

@@ -4,7 +4,9 @@ The frame's current instruction is a call, and the instructions that load its fu
 same source position. This runs no code of the program, and reads no attribute of its objects."""
 
 import dis
+import functools
 import sys
+import time
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -29,6 +31,10 @@ _TABLES = ("dict", "defaultdict", "Counter", "OrderedDict", "<dictcomp>")
 MAX_FUNCTIONS, MAX_OWNED, MAX_BEFORE = 12, 200, 8
 """Maximum number of functions that are searched for tests, of methods of a file that make its
 attributes, and of instructions before a test that load its container."""
+_WRAPPERS = (FunctionType, classmethod, staticmethod, functools._lru_cache_wrapper)
+"""Types whose ``__wrapped__`` is no code of the program."""
+YIELD_SECONDS = 2e-4
+"""Sleep between two functions, s, so that the training thread does not wait for the interpreter."""
 _NEUTRAL_OPS = ("PUSH_NULL", "KW_NAMES", "EXTENDED_ARG", "CACHE", "NOP")
 """Instructions that do not change a value."""
 
@@ -115,18 +121,29 @@ def find_in_file(names: dict[str, Any], name: str) -> Any:
     """Return a file's function, or the method of that name if one of its classes has it."""
     if name in names:
         return names[name]
-    file = names.get("__name__")
-    owners = [value for value in list(names.values()) if issubclass(type(value), type)]
-    owners = [owner for owner in owners if owner.__module__ == file and name in vars(owner)]
+    owners = [owner for owner in _classes_of_file(names) if name in _own_attributes(owner)]
     return find_function(owners[0], name) if len(owners) == 1 else None
+
+
+_own_attributes = type.__dict__["__dict__"].__get__
+_bases_in_order = type.__dict__["__mro__"].__get__
+"""``vars(kind)`` and ``kind.__mro__`` without code of a metaclass."""
+
+
+def _classes_of_file(names: dict[str, Any]) -> list[type]:
+    """Return the classes that a file with these globals defines."""
+    classes = [value for value in list(names.values()) if issubclass(type(value), type)]
+    file = names.get("__name__")
+    return [kind for kind in classes if _own_attributes(kind).get("__module__") == file]
 
 
 def find_function(kind: type, name: str) -> FunctionType | None:
     """Return a method of a class, without decorators such as ``torch.no_grad``."""
-    for base in kind.__mro__[:-1]:
-        if name in vars(base):
-            function = vars(base)[name]
-            function = getattr(function, "__wrapped__", function)
+    for base in _bases_in_order(kind)[:-1]:
+        if name in _own_attributes(base):
+            function = _own_attributes(base)[name]
+            if type(function) in _WRAPPERS:
+                function = getattr(function, "__wrapped__", function)
             return function if type(function) is FunctionType else None
     return None
 
@@ -134,17 +151,16 @@ def find_function(kind: type, name: str) -> FunctionType | None:
 def _made_tables(code: CodeType, names: dict[str, Any]) -> tuple[set[str], set[str]]:
     """Return the names of variables and attributes that a file's methods or a function make as sets
     or dictionaries, and of those whose items are sets."""
-    file = names.get("__name__")
     codes = [code]
-    for owner in list(names.values()):
-        if issubclass(type(owner), type) and owner.__module__ == file:
-            functions = (find_function(owner, name) for name in list(vars(owner)))
-            codes += [each.__code__ for each in functions if each is not None]
+    for owner in _classes_of_file(names):
+        functions = (find_function(owner, name) for name in list(_own_attributes(owner)))
+        codes += [each.__code__ for each in functions if each is not None]
     tables: set[str] = set()
     rows: set[str] = set()
     for each in codes[:MAX_OWNED]:
         if len(each.co_code) > MAX_CODE:
             continue
+        time.sleep(YIELD_SECONDS)
         made = sets = 0  # the last lines that make a table, and a set
         for instruction in dis.get_instructions(each):
             position = instruction.positions

@@ -24,7 +24,7 @@ from advisor.measure.host.stacks import (
 )
 from advisor.measure.steps.step_records import StepRecords
 from advisor.recorder import stack_samples
-from advisor.recorder.built_in_calls import membership_tests, operator_function
+from advisor.recorder.built_in_calls import find_in_file, membership_tests, operator_function
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
 
 pytestmark = pytest.mark.timed
@@ -416,3 +416,22 @@ def test_number_of_written_stacks_is_limited() -> None:
 
     records = sample_stacks(work)
     assert all(len(data["stacks"]) <= MAX_STACKS for data in records) and total_samples(records) > 5
+
+
+def test_looking_for_a_function_runs_no_code_of_a_metaclass() -> None:
+    asked: list[str] = []
+
+    class Watching(type):
+        def __getattribute__(cls, name: str) -> Any:
+            asked.append(name)
+            return super().__getattribute__(name)
+
+    class Watched(metaclass=Watching):
+        def search(self, item: int, items: list[int]) -> bool:
+            return item in items
+
+    names = {"__name__": __name__, "Watched": Watched}
+    asked.clear()
+    found = find_in_file(names, "search")
+    assert [line for _, line in membership_tests(found.__code__, names)]
+    assert asked == []

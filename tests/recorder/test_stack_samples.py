@@ -419,11 +419,11 @@ def test_number_of_written_stacks_is_limited() -> None:
 
 
 def test_looking_for_a_function_runs_no_code_of_a_metaclass() -> None:
-    asked: list[str] = []
+    read_names: list[str] = []
 
     class Watching(type):
         def __getattribute__(cls, name: str) -> Any:
-            asked.append(name)
+            read_names.append(name)
             return super().__getattribute__(name)
 
     class Watched(metaclass=Watching):
@@ -431,7 +431,7 @@ def test_looking_for_a_function_runs_no_code_of_a_metaclass() -> None:
             return item in items
 
     names = {"__name__": __name__, "Watched": Watched}
-    asked.clear()
+    read_names.clear()
     found = find_in_file(names, "search")
     assert [line for _, line in membership_tests(found.__code__, names)]
-    assert asked == []
+    assert read_names == []

@@ -162,7 +162,7 @@ def _list_host_facts(report: Report, a: Analysis, rules: Sequence[Rule]) -> dict
             facts["risk"] = f"First: {lower_title(risk.title)}."
         break
     slow = " ".join(filter(None, (describe_slow_steps(report), _name_slow_phase(report, a))))
-    phase = _name_waiting_phase(report)
+    phase = _name_waiting_phase(report, a)
     if slow:
         facts["slow steps"] = f"{facts.get('slow steps', '')} {slow}".strip()
         facts["slow steps"] += f" {_ON_IDLE_MACHINE}" * (not phase)
@@ -198,20 +198,27 @@ def _name_slow_phase(report: Report, a: Analysis) -> str:
     return f"Most of their extra time is in {name_phase(name)} ({share})."
 
 
-def _name_waiting_phase(report: Report) -> str:
-    """Name the longest phase of the run's steps if it computes nothing and takes much of the time.
-    Empty otherwise."""
+def _name_waiting_phase(report: Report, a: Analysis) -> str:
+    """Name the longest phase of the run's steps if it computes nothing and takes much of the time,
+    and say whether only the first steps have it. Empty otherwise."""
     phases = () if report.recorded is None else report.recorded.phases
     waiting = max(
         (p for p in phases if p.name in _WAITING_PHASES), key=lambda p: p.share, default=None
     )
     if waiting is None or waiting.share < MIN_WAITING_SHARE:
         return ""
+    sentence = f"{t.upper_first(name_phase(waiting.name))} takes {t.format_share(waiting.share)}"
+    recorded = a.recorded
+    if recorded is not None and waiting.name in recorded.phases:
+        used = recorded.used
+        later = recorded.later_half_mean(recorded.phases[waiting.name][used])
+        if later < MIN_WAITING_SHARE * waiting.ns:
+            return (
+                f"{sentence} of the run's steps, mostly in their first half: the program or the "
+                "recorder starts. Record more steps."
+            )
     has_stacks = any(each.with_stack for each in report.inputs)
-    return (
-        f"{t.upper_first(name_phase(waiting.name))} takes {t.format_share(waiting.share)} of the "
-        "run's steps." + f" Run {RECORD_DEEP} to see why." * (not has_stacks)
-    )
+    return f"{sentence} of the run's steps." + f" Run {RECORD_DEEP} to see why." * (not has_stacks)
 
 
 def _name_largest_host_part(report: Report, a: Analysis, *, computes: bool) -> str:

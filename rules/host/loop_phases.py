@@ -103,7 +103,8 @@ class LoopPhases(LoopRule):
     stacks, which loop-code needs, this rule takes its time from the recorder's phases: ``between
     steps`` and ``other`` are not loading, forward, backward or optimizer. Evaluation between steps
     and garbage collection are left out. The Python stacks that the recorder samples outside its
-    windows name the function. If they show that one function takes the time, half the threshold
+    windows name the function. Time that only the earlier half of the steps has is left out too: the
+    program or the recorder starts. If they show that one function takes the time, half the threshold
     suffices. Samples in calls of torch.distributed are waits for other ranks. Their share is left
     out too.
 
@@ -125,7 +126,7 @@ class LoopPhases(LoopRule):
             **LoopRule.inference["cases"],
             "unknown": {
                 "fix": f"Once its lines are known, {t.lower_first(LoopRule.inference['fix'])}",
-                "code": f"{_RECORD_DEEP} serve.py",
+                "code": f"{_RECORD_DEEP} python PROGRAM.py",
             },
         },
     }
@@ -171,7 +172,7 @@ class LoopPhases(LoopRule):
             "fix": "Once its lines are known, run this code every N steps, compute its result "
             "once, or prepare it in a DataLoader worker. Where it waits (a sleep, a server, a "
             "lock), wait in another thread.",
-            "code": f"{_RECORD_DEEP} train.py",
+            "code": f"{_RECORD_DEEP} python PROGRAM.py",
         },
         "Python": {
             "title": "A loop in Python outside the model takes much of the step",
@@ -264,6 +265,9 @@ class LoopPhases(LoopRule):
         limit = self._find_limit(recorded, line)
         if not step or ns < limit * step or ns < self.min_ms * 1e6:
             return
+        later_ns = sum(recorded.later_half_mean(own) for own in own_phases(recorded).values())
+        if later_ns < self.min_ms * 1e6:
+            return  # the program or the recorder starts: later steps do without this code
         rows = operators_beside_training(a)
         differentiated = differentiated_operators(a, rows)
         differentiated_ns = min(ns, operator_time(a, differentiated) * step / max(a.step_ns, 1))
@@ -456,6 +460,9 @@ class LoopPhases(LoopRule):
         stacks = _build_run(forward=2, backward=2)
         with stacks.step(), stacks.python("train.py(30): main"):
             stacks.host(300)
+        starting = TraceBuilder(gpu=None)
+        starting.record_of_run().steps(20, 30, forward=1, **{"between steps": 28})
+        starting.record_of_run().steps(20, 1.2, forward=1)
         loss, mined, counts, order, drawn = (_build_run(forward=2, backward=2) for _ in range(5))
         for b, is_differentiated, name in (
             (loss, True, "aten::log"),
@@ -490,6 +497,7 @@ class LoopPhases(LoopRule):
             ),
             "evaluation": (_build_run(evaluation=20, forward=3.5, backward=6), "min_share"),
             "a small model": (_build_run(0.6, forward=0.2), "min_ms"),
+            "pauses in the first steps": (starting, "later_ns < self.min_ms"),
             "stacks": (stacks, "== 'python').any()"),
         }
 

@@ -113,7 +113,7 @@ def test_run_without_a_reached_window_gives_a_report(tmp_path: Path) -> None:
     assert sum(phase.ns for phase in report.recorded.phases) == 10 * MS
     assert report.status != "healthy"
     assert report.verdict.startswith("The program runs on the CPU.") and "60%" in report.verdict
-    assert report.verdict.endswith("not recorded: run advisor record --deep serve.py.")
+    assert report.verdict.endswith("not recorded: run advisor record --deep python PROGRAM.py.")
     assert "no profiled window" in REPORTS.render("terminal", report)
     assert any("on the device" in item.what for item in report.not_checked)
     for text in (REPORTS.render("terminal", report), REPORTS.render("markdown", report)):
@@ -419,3 +419,18 @@ def test_a_fix_that_needs_busy_cores_may_save(tmp_path: Path) -> None:
     first = report.findings[0].impact
     assert first is not None and first.low_ns == 0
     assert "A fix may save about" in report.verdict
+
+
+@pytest.mark.parametrize("pauses_go_on", [False, True])
+def test_pauses_of_the_start_are_not_the_loop_s_own_code(
+    tmp_path: Path, pauses_go_on: bool
+) -> None:
+    """The recorder or the program starts in them: no later step has them."""
+    r = RecordBuilder()
+    for number in range(40):
+        pause = 20 if number < 18 or pauses_go_on else 0
+        r.step(2 + pause, forward=1, backward=1, **{"between steps": pause})
+    report = report_of(write_run(tmp_path / "run", {0: r.build()}))
+    rules = {finding.rule for finding in (*report.findings, *report.notes)}
+    assert ("loop-phases" in rules) == pauses_go_on
+    assert ("the program or the recorder starts" in report.verdict) != pauses_go_on

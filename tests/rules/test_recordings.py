@@ -241,7 +241,9 @@ def test_gains_of_a_report_are_shares_of_one_step(name: str) -> None:
 
 def test_verdict_claims_no_saving_of_unnamed_code() -> None:
     verdict = analyze(RECORDED / "leak.slow", Options(config={})).verdict
-    assert "A fix saves" not in verdict and verdict.count("advisor record --deep train.py") == 1
+    assert (
+        "A fix saves" not in verdict and verdict.count("advisor record --deep python base.py") == 1
+    )
     assert "the 22 GiB left are full in 4,030 steps" in verdict
 
 

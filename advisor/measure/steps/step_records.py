@@ -333,6 +333,12 @@ class StepRecords:
         """Return the mean of a figure of the used steps if they vary, else its median."""
         return float(np.mean(values) if self.varies else np.median(values))
 
+    @staticmethod
+    def later_half_mean(values: Floats) -> float:
+        """Return the mean of a figure of the used steps in the later half of them, in which the
+        program and the recorder have started. 0 without steps."""
+        return float(np.mean(values[len(values) // 2 :])) if len(values) else 0.0
+
     def quantile(self, share: float) -> float | None:
         """Return a quantile of the lengths of the used steps."""
         return float(np.quantile(self.timed_durations, share)) if self.count else None

@@ -104,9 +104,9 @@ class LoopPhases(LoopRule):
     steps`` and ``other`` are not loading, forward, backward or optimizer. Evaluation between steps
     and garbage collection are left out. The Python stacks that the recorder samples outside its
     windows name the function. Time that only the earlier half of the steps has is left out too: the
-    program or the recorder starts. If they show that one function takes the time, half the threshold
-    suffices. Samples in calls of torch.distributed are waits for other ranks. Their share is left
-    out too.
+    program or the recorder starts. If they show that one function takes the time, half the
+    threshold suffices. Samples in calls of torch.distributed are waits for other ranks. Their share
+    is left out too.
 
     If half of these stacks are in one kind of library function, such as ``json.dumps``, the advice
     is about that. If half run Python itself, the advice is to replace a loop over elements. Where

@@ -44,6 +44,10 @@ OPERATORS_TOO: Final = f"{ACTIVITIES} and {STACKS}"
 NO_RULE: Final = "advisor has no rule for it"
 
 
+HOST_PARTS = ("loader",)
+"""Classes of host time of a program on the CPU that count: in others the program computes."""
+
+
 def find_time_without_fix(
     report: Report, a: Analysis, rules: Sequence[Rule], fired: Sequence[Finding]
 ) -> list[TimeWithoutFix]:
@@ -52,7 +56,7 @@ def find_time_without_fix(
     end of the recording and the profiler do not count. Empty if records are lost, or if the trace
     is too small for advice. ``fired``: all findings of the rules, including those the report leaves
     out."""
-    if not report.time or explain_lost_records(a) or is_too_small(a):
+    if explain_lost_records(a) or is_too_small(a):
         return []
     step_ns, framework = report.scope.step_ns, report.scope.framework
     gains = [
@@ -71,6 +75,12 @@ def find_time_without_fix(
         for part in report.idle
         if part.cause not in ("end", "profiler")
     ]
+    if report.scope.device is None:
+        parts = [
+            (part.name, t.host_label(part.name, framework), part.ns, part.share)
+            for part in report.host
+            if part.name in HOST_PARTS
+        ]
     reasons = _Reasons(report, a, rules, fired)
     result: dict[str, TimeWithoutFix] = {}
     for name, label, ns, share in parts:
@@ -138,7 +148,7 @@ class _Reasons:
     def is_about(self, finding: Finding, part: str) -> bool:
         """Return whether a finding covers a part: its rule looks at the part, or its fix touches
         most of it. A finding without edits on all code of a place covers the host's own time."""
-        if self._rule_looks(finding, part):
+        if self._rule_looks(finding, part) or (part == "loader" and finding.category == "input"):
             return True
         if not finding.edits:
             return finding.subject == HOST_CODE and part in LAUNCH_CAUSES

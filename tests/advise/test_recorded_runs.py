@@ -421,6 +421,17 @@ def test_a_fix_that_needs_busy_cores_may_save(tmp_path: Path) -> None:
     assert "A fix may save about" in report.verdict
 
 
+@pytest.mark.parametrize("has_fix", [False, True])
+def test_loading_without_a_fix_has_a_reason_in_a_program_on_the_cpu(has_fix: bool) -> None:
+    """The loading of this run has one fix. Without that rule the report says why there is none."""
+    off = {} if has_fix else {"whole-record-items": {"enabled": False}}
+    folder = Path(__file__).parents[1] / "data" / "recorded" / "year_windows.slow"
+    report = analyze(folder, Options(config=off))
+    labels = [label for part in report.without_fix for label in part.labels]
+    assert labels == ([] if has_fix else ["data loader"])
+    assert all("gains too little" in part.reason for part in report.without_fix)
+
+
 @pytest.mark.parametrize("pauses_go_on", [False, True])
 def test_pauses_of_the_start_are_not_the_loop_s_own_code(
     tmp_path: Path, pauses_go_on: bool

@@ -341,6 +341,9 @@ def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedStep
         outside_share=None
         if recorded.inference or not total_ns
         else recorded.outside_steps_ns / total_ns,
+        other_programs_ns=None
+        if recorded.mean is None or recorded.other_programs_share is None
+        else recorded.other_programs_share * recorded.mean,
         ended=None if end is None else str(end.get("reason", "finished"))[:100],
         windows=window_lines(recorded.record.events_of("window")),
         program=program,

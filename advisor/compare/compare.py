@@ -251,6 +251,7 @@ def describe_side(report: Report, path: str = "") -> Side:
         profile_memory=first.profile_memory if first is not None else None,
         truncated=any(item.truncated for item in report.inputs),
         samples=None if report.recorded is None else report.recorded.samples_per_step,
+        other_programs_ns=None if report.recorded is None else report.recorded.other_programs_ns,
         crash=t.describe_crashes(report.crashes),
         framework=scope.framework,
     )

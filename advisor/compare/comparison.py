@@ -53,6 +53,9 @@ class Side(Struct, kw_only=True):
     samples: int | None = None
     """Batch size in most of the recorder's steps, gradient accumulation included, or ``null`` if
     not recorded."""
+    other_programs_ns: float | None = None
+    """Time of the mean step in which other programs had the main thread's cores, as in a report's
+    ``recorded``, ns, or ``null`` if not sampled."""
     crash: str = ""
     """Sentence about the ranks that an exception ended. Empty if none is recorded."""
     framework: str | None = None

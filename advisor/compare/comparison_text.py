@@ -114,7 +114,22 @@ def write_verdict(comparison: Comparison) -> str:
     if counts["replaced"]:
         parts.append(f"{counts['replaced']} replaced by slower work")
     text = f"{text}. Findings: {', '.join(parts)}." if parts else f"{text}."
-    return " ".join([*_describe_crashes(comparison), text])
+    return " ".join([*_describe_crashes(comparison), text, *_describe_other_load(comparison)])
+
+
+MIN_LOAD_SHARE = 0.1
+"""Minimum change of the time that other programs take, as a share of the longer step, that a
+verdict mentions."""
+
+
+def _describe_other_load(c: Comparison) -> list[str]:
+    """Say that other programs took more of the cores on one side, if this took much of a step."""
+    before, after = c.before.other_programs_ns, c.after.other_programs_ns
+    step_ns = max(c.before.step_ns, c.after.step_ns)
+    if before is None or after is None or abs(after - before) < MIN_LOAD_SHARE * step_ns:
+        return []
+    times = f"{t.format_duration(before)} of each step before and {t.format_duration(after)} after"
+    return [f"Other programs took the cores for {times}: compare again on a quiet machine."]
 
 
 def write_badge(comparison: Comparison) -> str:

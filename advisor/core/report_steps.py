@@ -155,6 +155,9 @@ class RecordedSteps(Struct, kw_only=True):
     outside_share: float | None = None
     """Share of ``outside_ns`` in the time after the first step, or ``null`` if the loop does not
     train."""
+    other_programs_ns: float | None = None
+    """Time of the mean step in which the main thread had work, but other programs had the cores,
+    ns, or ``null`` if not sampled."""
     ended: str | None
     """End of the run: ``finished``, ``exception``, ``interrupted`` or ``disk`` (disk full).
     ``null`` if it was killed or is still running."""

@@ -219,13 +219,12 @@ class CpuContention(SharedCoresRule):
         others, total = recorded.other_programs_cores, recorded.record.rank.cpus_total
         if waited is None or others is None or not total or a.is_device_bound:
             return
-        workers = recorded.host("children_cpu")
-        worker_cores = float(workers.mean()) / 100 if len(workers) else 0.0
+        worker_cores = recorded.worker_cores
         if waited < self.min_wait or others < max(worker_cores, self.min_others * total):
             return
         step = recorded.mean or 0.0
         wait = waited * step
-        saving = waited * others / (others + worker_cores)
+        saving = recorded.other_programs_share or 0.0
         busy_share = others / max(total - 1, others)
         yield Finding(
             summary=(

@@ -429,7 +429,7 @@ def test_loading_without_a_fix_has_a_reason_in_a_program_on_the_cpu(has_fix: boo
     report = analyze(folder, Options(config=off))
     labels = [label for part in report.without_fix for label in part.labels]
     assert labels == ([] if has_fix else ["data loader"])
-    assert all("gains too little" in part.reason for part in report.without_fix)
+    assert all("gains too little" in part.why for part in report.without_fix)
 
 
 @pytest.mark.parametrize("pauses_go_on", [False, True])

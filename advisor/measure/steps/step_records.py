@@ -625,6 +625,21 @@ class StepRecords:
         return min(1.0, max(0.0, waited / elapsed))
 
     @cached_property
+    def other_programs_share(self) -> float | None:
+        """Share of the time in which the main thread had work, but other programs had the cores.
+        ``run_delay_share`` without the part of this process's workers. ``None`` if not sampled."""
+        waited, others = self.run_delay_share, self.other_programs_cores
+        if waited is None or others is None:
+            return None
+        return waited * others / (others + self.worker_cores) if others else 0.0
+
+    @cached_property
+    def worker_cores(self) -> float:
+        """Mean number of cores that this process's workers use; 0 if not sampled."""
+        workers = self.host("children_cpu")
+        return float(workers.mean()) / 100 if len(workers) else 0.0
+
+    @cached_property
     def free_cores(self) -> float | None:
         """Mean number of idle cores that this process may use, or ``None`` if not sampled. Ranks
         that share a machine each get their share."""

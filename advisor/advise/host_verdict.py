@@ -39,7 +39,7 @@ from advisor.core.rule import HostCheck, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.sampled_code import line_of_operator
 from advisor.measure.host.stacks import hottest_in_modules
-from advisor.measure.steps.periodic import OWN_PHASES
+from advisor.measure.steps.periodic import LOOP_PHASES
 
 
 def write_host_verdict(
@@ -82,7 +82,7 @@ def write_host_verdict(
     if has_large_gain(report):
         first = report.findings[0]
         own_share = 0.0 if first.impact is None else first.impact.share or 0.0
-        is_own_code = part.startswith(tuple(map(name_phase, OWN_PHASES)))
+        is_own_code = part.startswith(tuple(map(name_phase, LOOP_PHASES)))
         if is_unseen_code(first) and (share <= own_share or is_own_code):
             longest_part = ""  # a part of the finding, under another name
         lead = f"{name_first_finding(report)}."
@@ -177,7 +177,7 @@ _ON_IDLE_MACHINE = "Record again on an idle machine: slow steps that remain are 
 MIN_WAITING_SHARE = 0.25
 """Minimum share of the run's steps in a phase that computes nothing, at which the verdict names
 it."""
-_WAITING_PHASES = ("data", *OWN_PHASES)
+_WAITING_PHASES = ("data", *LOOP_PHASES)
 
 
 def _name_slow_phase(report: Report, a: Analysis) -> str:

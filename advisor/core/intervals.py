@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Array = NDArray[Any]
 
 
 class Intervals(NamedTuple):

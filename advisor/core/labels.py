@@ -75,7 +75,8 @@ def shorten(text: str, width: int) -> str:
 
 # -- without what says nothing ------------------------------------------------------------------
 
-_FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
+FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
+"""A Python frame, ``file(line): function``."""
 _PREFIXES = (("autograd::engine::evaluate_function: ", "evaluate: "), ("nn.Module: ", ""))
 _LEADING = re.compile(r"^(?:void|static|inline|__global__)\s+")
 RETURN_TYPE = re.compile(r"^(?:std::)?enable_if<.{0,300}?>::type\s+")
@@ -96,7 +97,7 @@ def tidy_name(name: str) -> str:
     for prefix, short in _PREFIXES:
         if name.startswith(prefix) and len(name) > len(prefix):
             return short + name.removeprefix(prefix)
-    frame = _FRAME.match(name)
+    frame = FRAME.match(name)
     if frame is not None:
         file = re.split(r"[/\\]", frame[1])[-1]
         return f"{frame[3]} · {file}:{frame[2]}"

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Array
 from advisor.core.trace import CPU_SCHEMA, GPU_SCHEMA
 from advisor.read import tables
 from advisor.read.event_columns import Columns, Piece
@@ -18,7 +18,6 @@ from advisor.read.nesting import independent_stretches, nest, release_ranges, st
 from advisor.read.reader import EVENT_BYTES
 from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS
 
-Array = NDArray[Any]
 DAY_US = 86_400e6
 """Longest plausible duration or distance in us. No profiler window is a day long."""
 TEXT_BYTES = 200

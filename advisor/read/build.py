@@ -33,7 +33,7 @@ DAY_NS = 86_400 * 10**9
 """Longest plausible duration or distance in ns. No profiler window is a day long."""
 MAX_PAIRS = 1 << 20
 """Maximum number of pairs of process and thread for which a lookup table is used."""
-_UNIX_NS_RANGE = range(10**18, 4 * 10**18)  # 2001 to 2096
+UNIX_NS_RANGE = range(10**18, 4 * 10**18)  # 2001 to 2096
 _HOST_IDS = ("correlation", "external", "sequence", "inputs", "comm")
 _DEVICE_IDS = ("correlation", "external", "comm")
 _TEXT_COLUMNS = ("copy", "src", "dst", "limits")
@@ -124,7 +124,7 @@ def _complete_meta(
     return replace(
         meta,
         start_ns=start,
-        clock="unix" if start in _UNIX_NS_RANGE else "arbitrary",
+        clock="unix" if start in UNIX_NS_RANGE else "arbitrary",
         end_ns=end - origin,
         record_shapes=bool(meta.record_shapes) or frames["inputs"].height > 0,
         with_stack=bool(meta.with_stack) or facts.python_frames,

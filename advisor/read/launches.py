@@ -1,15 +1,12 @@
 """Matching of device work to the runtime call that launched it and to the op around that call."""
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.intervals import Array
 from advisor.core.trace import CALLS
 from advisor.read.event_columns import Columns
 from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS, call_class
-
-Array = NDArray[Any]
 
 _OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
 _MAX_CLOCK_ERROR_NS = 10_000  # error of device times after conversion to the host's clock

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from advisor.core.intervals import Array
 from advisor.core.trace import (
     CALLS,
     COMMS_SCHEMA,
@@ -30,7 +30,6 @@ from advisor.read.event_columns import MISSING, Columns
 from advisor.read.json_repair import DECODE_ERRORS
 from advisor.read.trace_events import DEVICE_KINDS, copy_parts, sync_kind
 
-Array = NDArray[Any]
 _INT_LIMIT = 1 << 62
 
 

@@ -5,16 +5,9 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from advisor.core.intervals import Array
 from advisor.core.trace import Trace
-from advisor.replay.graph import (
-    REACH_NS,
-    Array,
-    EdgeKind,
-    EdgeList,
-    Graph,
-    NodeKind,
-    median_with_default,
-)
+from advisor.replay.graph import REACH_NS, EdgeKind, EdgeList, Graph, NodeKind, median_with_default
 from advisor.replay.host_nodes import SLOW_LAUNCH_NS
 
 TOLERANCE_NS = 5_000

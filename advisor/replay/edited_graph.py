@@ -13,13 +13,14 @@ import polars as pl
 from advisor.core.finding import Edit
 from advisor.core.intervals import (
     EMPTY,
+    Array,
     Intervals,
     covered_length,
     intervals_of,
     subtract,
     union_of,
 )
-from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
+from advisor.replay.graph import NEVER, EdgeKind, Graph, NodeKind
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.overlap import move_to_streams
 from advisor.replay.selection import Selection, collectives_on_host, selected_gaps, selected_host

@@ -16,6 +16,7 @@ import polars as pl
 from advisor.core.finding import Edit, Select
 from advisor.core.intervals import (
     EMPTY,
+    Array,
     Bools,
     Intervals,
     covered_length,
@@ -29,7 +30,6 @@ from advisor.measure import Analysis
 from advisor.measure.comm.gloo import time_on_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
-from advisor.replay.graph import Array
 from advisor.replay.graph_builder import host_end
 from advisor.replay.predictions import edit_kind, error_of, shipped_experiments
 from advisor.replay.selection import (

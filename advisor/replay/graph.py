@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from advisor.core.intervals import Intervals
+from advisor.core.intervals import Array, Intervals
 
 if TYPE_CHECKING:
     from advisor.replay.device_work import DeviceWork
 
-Array = NDArray[Any]
 NEVER = -1e18
 """Weight of an edge that is switched off, ns."""
 MAX_BATCH_RATIO = 2.0

@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from advisor.core.intervals import Array
 from advisor.core.trace import BLOCKING_CALLS, Trace
 from advisor.measure import Analysis
 from advisor.measure.host.names import WORKERS, name_matches
@@ -12,7 +13,6 @@ from advisor.replay.device_work import DeviceWork, add_stream_edges, device_node
 from advisor.replay.graph import (
     MAX_BATCH_RATIO,
     NEVER,
-    Array,
     EdgeKind,
     EdgeList,
     Graph,

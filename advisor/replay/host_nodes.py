@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import Intervals, covered_length, intersect, union
+from advisor.core.intervals import Array, Intervals, covered_length, intersect, union
 from advisor.core.trace import LOADER, Trace
 from advisor.measure.device.copies import copies_blocking_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
 from advisor.measure.host.syncs import calls_ended_by_stream
-from advisor.replay.graph import Array, NodeKind
+from advisor.replay.graph import NodeKind
 
 STARVED_NS, STARVED_SHARE = 500_000, 0.05
 """Minimum length, in ns and as a share of the step, of a loader's call that waited for its workers.

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import polars as pl
 
-from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind, add_edges
+from advisor.core.intervals import Array
+from advisor.replay.graph import NEVER, EdgeKind, Graph, NodeKind, add_edges
 
 if TYPE_CHECKING:
     from advisor.replay.edited_graph import GraphEdits

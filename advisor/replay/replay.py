@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from advisor.replay.graph import MAX_BATCH_RATIO, NEVER, Array, EdgeKind, Graph, NodeKind
+from advisor.core.intervals import Array
+from advisor.replay.graph import MAX_BATCH_RATIO, NEVER, EdgeKind, Graph, NodeKind
 
 MIN_STEADY = 3
 """Minimum number of steps of a window that is replayed again from its final state."""

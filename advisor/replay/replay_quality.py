@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
+from advisor.core.intervals import Array
 from advisor.core.report_replay import HardPart
-from advisor.replay.graph import NEVER, Array, EdgeKind, Graph, NodeKind
+from advisor.replay.graph import NEVER, EdgeKind, Graph, NodeKind
 
 EXPLAINED_NS = 5_000
 MAX_STEP_ERROR = 0.10

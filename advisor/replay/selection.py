@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Select
-from advisor.core.intervals import Bools, Intervals, Ints, covered_length, intersect, union
+from advisor.core.intervals import Array, Bools, Intervals, Ints, covered_length, intersect, union
 from advisor.measure import Analysis
 from advisor.measure.comm.comms import list_collectives
 from advisor.measure.comm.gloo import host_work, list_on_host, time_on_host
@@ -27,7 +27,7 @@ from advisor.measure.host.stacks import (
     parent_rows,
 )
 from advisor.measure.steps.named_intervals import select_instants
-from advisor.replay.graph import Array, EdgeKind, Graph, NodeKind
+from advisor.replay.graph import EdgeKind, Graph, NodeKind
 
 
 def selected_gpu(a: Analysis, select: Select, *, anywhere: bool = False) -> Bools:

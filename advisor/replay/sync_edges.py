@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from advisor.core.intervals import union
+from advisor.core.intervals import Array, union
 from advisor.core.trace import Trace
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.syncs import clock_tolerance_ns, recorded_waits, work_past_return_ns
@@ -13,7 +13,6 @@ from advisor.replay.device_work import SLACK_NS, DeviceWork, device_nodes
 from advisor.replay.graph import (
     CALL_NS,
     FEW,
-    Array,
     EdgeKind,
     EdgeList,
     Graph,

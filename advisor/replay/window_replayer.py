@@ -11,13 +11,13 @@ import polars as pl
 from msgspec.structs import replace
 
 from advisor.core.finding import LAYER_TIMES, Edit, RangeCause
-from advisor.core.intervals import union
+from advisor.core.intervals import Array, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED, StepRecords
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
 from advisor.replay.exposed_time import ExposedTime
-from advisor.replay.graph import NEVER, Array, EdgeKind, Graph
+from advisor.replay.graph import NEVER, EdgeKind, Graph
 from advisor.replay.graph_builder import build_graph
 from advisor.replay.operations import collect
 from advisor.replay.predictions import widened_by_kind

@@ -6,7 +6,7 @@ import difflib
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from advisor.tune.knob import Knob, KnobSetting, Machine, Value, find_knob
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import TrialLimits
 from advisor.tune.trial_process import TrialProgram
-from advisor.tune.trials import TrialSession, build_trial_error, explain_refusal
+from advisor.tune.trials import Say, TrialSession, build_trial_error, explain_refusal
 
 RECORDED_STEPS, MIN_RECORDING_STEPS = 90, 40
 """Maximum and minimum steps of the recording: a profiled window and as many around it."""
@@ -50,9 +50,6 @@ class TrialRequest:
     """Folders in which the program, including its native code, may write."""
     out: str = ""
     """Run directory. Empty for a new one below ``runs``."""
-
-
-Say = Callable[[str], None]
 
 
 def try_program(

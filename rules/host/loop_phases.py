@@ -32,7 +32,7 @@ from advisor.rules.support.common import (
     Rows,
     find_iterator_start,
     impact_per_step,
-    own_phases,
+    loop_phase_times,
     recorded_steps,
     row_numbers,
     steps_seen,
@@ -249,7 +249,7 @@ class LoopPhases(LoopRule):
         recorded = recorded_steps(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
-        spent = {name: recorded.typical(own) for name, own in own_phases(recorded).items()}
+        spent = {name: recorded.typical(own) for name, own in loop_phase_times(recorded).items()}
         pauses = recorded.column("gc") + _time_of_restarts(recorded)  # reported by other rules
         paused = recorded.typical(pauses[recorded.used]) if recorded.count else 0.0
         step, ns = (
@@ -265,7 +265,7 @@ class LoopPhases(LoopRule):
         limit = self._find_limit(recorded, line)
         if not step or ns < limit * step or ns < self.min_ms * 1e6:
             return
-        later_ns = sum(recorded.later_half_mean(own) for own in own_phases(recorded).values())
+        later_ns = sum(recorded.later_half_mean(own) for own in loop_phase_times(recorded).values())
         if later_ns < self.min_ms * 1e6:
             return  # the program or the recorder starts: later steps do without this code
         rows = operators_beside_training(a)

@@ -33,7 +33,7 @@ from advisor.rules.support.common import (
     costliest_places,
     impact_over_run,
     impact_per_step,
-    own_phases,
+    loop_phase_times,
     recorded_steps,
     steps_seen,
 )
@@ -213,7 +213,7 @@ class SavingTime(SavingRule):
     def check(self, a: Analysis) -> Outcomes:
         recorded = recorded_steps(a)
         stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
-        phases = own_phases(recorded).values()
+        phases = loop_phase_times(recorded).values()
         usual_ns = sum(float(np.median(times)) for times in phases)
         if not mean or not median or usual_ns >= LOOP_SHARE * median:
             return

@@ -13,7 +13,7 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
-from advisor.measure.steps.periodic import OWN_PHASES, find_periodic_work
+from advisor.measure.steps.periodic import LOOP_PHASES, find_periodic_work
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import longest_usual_step
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
@@ -158,7 +158,7 @@ class RegularStalls(Rule):
         compiling = _describe_compiling(recorded, lost)
         if phase == "forward" and a.inference is not None:
             return
-        if phase in OWN_PHASES and not compiling and find_periodic_work(recorded) is not None:
+        if phase in LOOP_PHASES and not compiling and find_periodic_work(recorded) is not None:
             return
         case = "compiling" if compiling else "while data is fetched" if phase == "data" else ""
         texts = {"fix": self.fix, **(self.case(case) if case else {})}

@@ -9,7 +9,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
@@ -23,7 +23,6 @@ from advisor.testing import Examples, TraceBuilder
 SLICE, COPY = "aten::slice", "aten::copy_"
 ATTENTION = "aten::scaled_dot_product_attention"
 PRODUCTS = ("aten::matmul", "aten::bmm")
-Shape = tuple[int, ...]
 
 
 class PartlyFilled(NamedTuple):

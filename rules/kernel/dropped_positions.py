@@ -11,10 +11,11 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
+    TRANSFORMERS,
     amount_per_step,
     costliest_places,
     of_step,
@@ -26,7 +27,6 @@ from advisor.rules.support.dropped_columns import (
     POINTWISE,
     STFT,
     Dropped,
-    Shape,
     find_dropped_columns,
     read_indexed_part,
 )
@@ -49,7 +49,6 @@ TAKERS = (*TAKES, *INDEXED)
 OF_INDEX = frozenset(("aten::unsqueeze", "aten::expand", "aten::arange"))
 """Operators that make an index, between the layer and the operator that takes the part."""
 MAX_BETWEEN = 6
-TRANSFORMERS = r"(?:^|/)transformers/models/"
 END = str(2**63 - 1)
 """End of a slice that has no end."""
 

@@ -8,6 +8,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
+from advisor.measure.device.shapes import Shape
 from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
@@ -21,7 +22,6 @@ from advisor.testing import Examples, TraceBuilder
 
 GATHERS = ("aten::index", "aten::index_select", "aten::embedding")
 LAYERS = ("aten::linear", "aten::addmm", "aten::matmul", "aten::mm")
-Shape = tuple[int, ...]
 
 
 class Repeated(NamedTuple):

@@ -12,14 +12,13 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import calls_by_inputs, readers_behind
-from advisor.measure.device.shapes import OpInputs, Tensor
+from advisor.measure.device.shapes import OpInputs, Shape, Tensor
 from advisor.measure.host.stacks import parent_rows
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, SLOW_ARGUMENTS, XPROF
 from advisor.rules.support.common import Rows, amount_per_step, costliest_places, of_step
 from advisor.rules.support.kernel_work import exact_pattern, scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
-Shape = tuple[int, ...]
 SUB, MUL, COSINE = "aten::sub", "aten::mul", "aten::cosine_similarity"
 OPS_BETWEEN_DIFFERENCE_AND_SUM = {
     "aten::pow": "square",

@@ -11,7 +11,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
 from advisor.rules.support.common import (
     amount_per_step,
@@ -22,7 +22,6 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
-Shape = tuple[int, ...]
 POINTWISE = frozenset(
     f"aten::{name}{end}" for name in ("add", "div", "mul", "sub") for end in ("", "_")
 )

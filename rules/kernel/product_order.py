@@ -10,8 +10,8 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.device.product_chains import PRODUCTS, SPARSE_MM, Chain, Shape, parse_chain
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.product_chains import PRODUCTS, SPARSE_MM, Chain, parse_chain
+from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.measure.steps.steps import rows_in_steps

@@ -13,7 +13,7 @@ from advisor.core.finding import Edit, Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.device.shapes import OpInputs, Tensor
+from advisor.measure.device.shapes import OpInputs, Shape, Tensor
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
@@ -41,7 +41,6 @@ MAX_BEHIND = 48
 """Number of the operators named here, after a copy, within which attention must read it."""
 MAX_HEAD_SIZE = 256
 """Maximum head size of FlashAttention and cuDNN."""
-Shape = tuple[int, ...]
 
 
 class Repeat(NamedTuple):

@@ -10,14 +10,13 @@ from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_convolution
 from advisor.measure.device.operator_arguments import calls_by_inputs
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.measure.host.stacks import NODE_PREFIX, hottest_line
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, SLOW_ARGUMENTS, XPROF
 from advisor.rules.support.common import amount_per_step, costliest_places, of_step
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
-Shape = tuple[int, ...]
 BACKWARD = "aten::convolution_backward"
 CONVOLUTIONS = r"^aten::(?:conv[23]d|_convolution_mode|convolution(?:_backward)?)$"
 TRAINING_OPS = r"backward|AccumulateGrad|^aten::_(?:fused|foreach)_"

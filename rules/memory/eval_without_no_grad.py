@@ -14,7 +14,6 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import (
     CURED_RECORDINGS,
-    REAL_EVAL,
     REAL_KERNEL,
     SILENT_TRACES,
     TRIED_ON_TRACES,
@@ -79,7 +78,7 @@ class EvalWithoutNoGrad(Rule):
         REAL_KERNEL,
     )
     min_step = Threshold(
-        0.02, "of the step, host time: below it the graphs cannot be large", REAL_EVAL
+        0.02, "of the step, host time: below it the graphs cannot be large", REAL_KERNEL
     )
 
     fix = (
@@ -206,7 +205,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
         10, "forwards in the run: fewer may be a look at one output", TRIED_ON_TRACES
     )
     min_step = Threshold(
-        0.02, "of the run, between the steps: below it the graphs cannot be large", REAL_EVAL
+        0.02, "of the run, between the steps: below it the graphs cannot be large", REAL_KERNEL
     )
 
     inference = {

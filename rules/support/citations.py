@@ -160,7 +160,6 @@ RATES = Citation(
     "operator 51 to 97%",
     "tests/rules/test_rates_on_real_traces.py",
 )
-REAL_EVAL = Citation("measured on public traces", "tests/rules/test_real_traces_kernel.py")
 REAL_HOST = Citation("measured on public traces", "tests/rules/test_real_traces_host.py")
 REAL_KERNEL = Citation("measured on public traces", "tests/rules/test_real_traces_kernel.py")
 SMALL_GRIDS_TRACES = Citation(

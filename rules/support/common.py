@@ -31,7 +31,7 @@ from advisor.measure.host.stacks import (
     read_stacks,
     share_in,
 )
-from advisor.measure.steps.periodic import OWN_PHASES
+from advisor.measure.steps.periodic import LOOP_PHASES
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.replay.selection import host_spans
@@ -451,9 +451,9 @@ def sum_of_events(events: Iterable[Mapping[str, Any]], key: str) -> int:
     return sum(value for event in events if isinstance(value := event.get(key), int))
 
 
-def own_phases(recorded: StepRecords) -> dict[str, Floats]:
+def loop_phase_times(recorded: StepRecords) -> dict[str, Floats]:
     """Return times of the loop's own code in each counted step, by phase, ns."""
-    times = {name: recorded.phase(name) for name in OWN_PHASES}
+    times = {name: recorded.phase(name) for name in LOOP_PHASES}
     return {name: phase_times for name, phase_times in times.items() if phase_times is not None}
 
 

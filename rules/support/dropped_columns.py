@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.rules.support.common import outermost_in_steps
 
-Shape = tuple[int, ...]
 POINTWISE = frozenset(
     f"aten::{name}{end}"
     for name in (

@@ -6,9 +6,8 @@ from math import prod
 from typing import NamedTuple
 
 from advisor.measure.device.matmuls import MatrixProduct, broadcast_shapes, parse_product
-from advisor.measure.device.shapes import OpInputs
+from advisor.measure.device.shapes import OpInputs, Shape
 
-Shape = tuple[int, ...]
 SPARSE_MM, LINEAR = "aten::_sparse_mm", "aten::linear"
 PRODUCTS = [SPARSE_MM, LINEAR, *(f"aten::{op}" for op in "mm bmm matmul addmm baddbmm".split())]
 SPARSE_PRODUCTS = ((0, 3), (0, 2), (1, 2))

@@ -12,6 +12,8 @@ import polars as pl
 
 from advisor.core.gpus import canonical_dtype
 
+Shape = tuple[int, ...]
+"""Sizes of a tensor's dimensions."""
 MAX_ELEMENTS = 1 << 60
 """Upper limit of the elements of a tensor; larger figures come from damaged files."""
 MAX_LIST = 100_000

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from advisor.measure.device.matmuls import broadcast_shapes
-from advisor.measure.device.shapes import OpInputs, read_inputs
+from advisor.measure.device.shapes import OpInputs, Shape, read_inputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import outermost_rows
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from advisor.measure import Analysis
 
-Shape = tuple[int, ...]
 
 MIN_COMPUTING = 2
 """Minimum number of operators that compute: filling a buffer with zeros is not a result."""

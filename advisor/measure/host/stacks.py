@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from advisor.core.finding import Location
 from advisor.core.intervals import Bools
+from advisor.core.labels import FRAME
 from advisor.core.run_directory import RankRecord
 from advisor.core.trace import JAX
 from advisor.measure.host.names import map_names, name_matches
@@ -172,7 +173,6 @@ class Frame(NamedTuple):
         return Location(file=self.file, line=self.line, function=self.function)
 
 
-_FRAME = re.compile(r"^(.+?)\((\d{1,9})\): (.*)$", re.DOTALL)
 _GENERATED_FILE = re.compile(r"^<(?!ipython-input)|torchinductor|torch_compile_debug|eval_with_key")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/(]+)")
 _INSTALLED_FOLDER = re.compile(r"^.*(?:site|dist)-packages/")
@@ -181,7 +181,7 @@ _STDLIB_FILE = re.compile(r"(?:^|/)lib(?:64)?/python\d[\d.]*t?/|(?:^|/)Lib/(?!si
 
 def parse_frame(name: str) -> Frame | None:
     """Parse a frame's file, line and function; ``None`` for a built-in or another event."""
-    result = _FRAME.match(name)
+    result = FRAME.match(name)
     if result is None:
         return None
     return Frame(result[1], int(result[2]), result[3])

@@ -10,7 +10,7 @@ import polars as pl
 
 from advisor.core.intervals import EMPTY, Intervals, covered_length, intersect, union
 from advisor.core.run_directory import MAX_VALUE
-from advisor.measure.device.shapes import read_inputs
+from advisor.measure.device.shapes import Shape, read_inputs
 from advisor.measure.host.device_reads import backward_nodes
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
 from advisor.measure.host.stacks import ENGINE_NODE
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from advisor.measure import Analysis
 
-Shape = tuple[int, ...]
 
 ACCUMULATE = "torch::autograd::AccumulateGrad"
 _BACKWARD_RANGE = r"^advisor::backward$"

@@ -7,7 +7,7 @@ import numpy as np
 from advisor.core.intervals import Ints
 from advisor.measure.steps.step_records import StepRecords
 
-OWN_PHASES = ("between steps", "other")
+LOOP_PHASES = ("between steps", "other")
 """Recorder phases of the loop's own code, outside loading, forward, backward and optimizer."""
 MIN_EXCESS_STEPS, MIN_EXCESS_MADS = 0.5, 5.0
 """Minimum excess of the work over its median per step: in median steps, and in median absolute
@@ -63,7 +63,7 @@ def find_periodic_work(recorded: StepRecords) -> RecurringWork | None:
     evaluation = np.array([max(0, step.evaluation) for step in recorded.steps], dtype=np.float64)
     evaluation[:1] = 0.0  # excludes the time before the first step
     own_ns = evaluation - np.nan_to_num(recorded.column("gc"))
-    for name in OWN_PHASES:
+    for name in LOOP_PHASES:
         own_ns += np.nan_to_num(recorded.phases.get(name, np.zeros(len(own_ns))))
     comparable = recorded.after_warmup & recorded.unprofiled
     usual_ns = float(np.median(own_ns[comparable]))

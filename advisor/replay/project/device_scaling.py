@@ -13,19 +13,17 @@ shortest kernel each, as torchao counts (``torchao/testing/training/roofline_uti
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from advisor.core import gpus
 from advisor.core.gpus import GpuSpec
+from advisor.core.intervals import Array
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX
 from advisor.measure.host.operators import KERNEL_NS
-
-Array = NDArray[Any]
 
 SHORTEST_NS = {"nvidia": 1_800.0, "amd": 3_600.0}
 """Time of the shortest kernels by vendor, ns: the median over public traces of their shortest

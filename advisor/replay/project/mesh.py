@@ -20,6 +20,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
+from advisor.core.intervals import Array
 from advisor.core.layers import MeshAxis
 from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks, find_node_size, ring_latency
@@ -28,7 +29,6 @@ from advisor.measure.comm.messages import bus_factor
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
-from advisor.replay.graph import Array
 from advisor.replay.predictions import mesh_error
 from advisor.replay.project.device_scaling import shortest_kernel
 from advisor.replay.project.project import find_recorded_gpu, scaled_step

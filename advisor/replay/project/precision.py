@@ -11,12 +11,13 @@ import polars as pl
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import GpuSpec
+from advisor.core.intervals import Array
 from advisor.measure import Analysis
 from advisor.measure.device.matmuls import parse_product
 from advisor.measure.device.shapes import OpInputs, width_of
 from advisor.measure.host.layers import range_label, work_nodes
 from advisor.measure.host.operators import attainable_roofs
-from advisor.replay.graph import Array, EdgeKind, NodeKind
+from advisor.replay.graph import EdgeKind, NodeKind
 from advisor.replay.project.device_scaling import (
     FORMATS,
     MULTIPLE,

@@ -13,9 +13,10 @@ import polars as pl
 
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import GpuSpec, known_gpus
+from advisor.core.intervals import Array
 from advisor.core.prices import HOUR_NS, Prices
 from advisor.measure import Analysis
-from advisor.replay.graph import NEVER, Array, EdgeKind
+from advisor.replay.graph import NEVER, EdgeKind
 from advisor.replay.predictions import device_error, host_error
 from advisor.replay.project.device_scaling import CODE, KINDS, ScaledDeviceWork, scale_device_work
 from advisor.replay.window_replayer import WindowReplayer

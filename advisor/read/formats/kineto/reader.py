@@ -24,6 +24,7 @@ from advisor.core.trace import (
     TraceMeta,
 )
 from advisor.read.assemble import Assembler, Facts
+from advisor.read.build import UNIX_NS_RANGE
 from advisor.read.event_columns import Piece
 from advisor.read.formats.kineto.decode import decode_all, decode_piece
 from advisor.read.formats.kineto.json_pieces import Splitter, without_mark
@@ -170,7 +171,6 @@ def _explain_no_trace(splitter: Splitter, assembler: Assembler) -> str:
 
 ADVISOR_KEY = "advisor"
 """Key of a trace that ``advisor`` wrote from another profiler's file, for its format and facts."""
-_UNIX_NS_RANGE = range(10**18, 4 * 10**18)  # 2001 to 2096
 _MAX_NUMBER = 1 << 53  # maximum for a device's properties; larger floats are not exact
 _AMD_NAME = re.compile(r"\bamd\b|radeon|instinct|\bgfx\d|\bmi\d{2,3}", re.IGNORECASE)
 _NVIDIA_NAME = re.compile(
@@ -209,7 +209,7 @@ def describe_trace(
         backend=_short_text(distributed.get("backend")),
         devices=devices,
         start_ns=start_ns,
-        clock="unix" if start_ns in _UNIX_NS_RANGE else "arbitrary",
+        clock="unix" if start_ns in UNIX_NS_RANGE else "arbitrary",
         end_ns=facts.end_ns,
         record_shapes=_was_on(head.get("record_shapes"), not frames["inputs"].is_empty()),
         with_stack=_was_on(head.get("with_stack"), facts.python_frames),

@@ -202,9 +202,11 @@ def test_unknown_format_error_points_to_the_formats(
     toy: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     see = "'advisor analyze --help' lists the formats"
-    with pytest.raises(
-        AdvisorError, match=f"^picture.csv: unknown format .it begins with 'GIF89a...'.; {see}$"
-    ):
+    unknown = "unknown format .it begins with 'GIF89a...'."
+    with pytest.raises(AdvisorError, match=f"^picture.gif: {unknown}; {see}$"):
+        read_bytes(b"GIF89a...", "picture.gif")
+    tables = "of CSV files, advisor reads those of ncu --csv --page raw"
+    with pytest.raises(AdvisorError, match=f"^picture.csv: {unknown}; {tables}; {see}$"):
         read_bytes(b"GIF89a...", "picture.csv")
     with pytest.raises(AdvisorError, match=f"^x: an SQLite file .*; {see}$"):
         read_bytes(b"SQLite format 3\0", "x")

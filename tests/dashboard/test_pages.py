@@ -538,7 +538,7 @@ def test_different_programs_are_not_compared_as_faster_or_fixed() -> None:
         page._step_card(c),
     )
     texts = {*_texts([*tables, page._finding_card(c)])}
-    assert not texts & {"better", "worse", "gone"} and "only before 3" in texts
+    assert not texts & {"better", "worse", "gone"} and "only before 2" in texts
 
 
 def test_a_served_model_has_its_counter_command_and_gpus() -> None:

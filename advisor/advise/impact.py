@@ -24,18 +24,21 @@ from advisor.core.finding import (
     Severity,
     impact_without_gain,
 )
-from advisor.core.intervals import Intervals, intersect, intervals_of, subtract, union
+from advisor.core.intervals import Intervals, intersect, intervals_of, subtract, union_of
 from advisor.core.report_steps import StepTime
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import device_waits
 from advisor.measure.steps.step_records import StepRecords
 from advisor.replay.estimators import REPLAY, BoundEstimator, GainEstimator
-from advisor.replay.exposed_time import leaves_device_work, remaining_device_time
+from advisor.replay.exposed_time import (
+    leaves_device_work,
+    remaining_device_time,
+    selected_host_time,
+)
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
-from advisor.replay.selection import host_spans
 from advisor.replay.window_replayer import GainRange
 
 MIN_GAIN_SHARE = 0.01
@@ -442,9 +445,8 @@ def _limit_to_phases(finding: Finding, a: Analysis, step: StepTime | None) -> Fi
     on_host = [edit.select for edit in finding.edits if edit.select.on == "host"]
     if not on_host or not {edit.op for edit in finding.edits} <= {"scale", "remove"}:
         return finding
-    changed = [host_spans(a, select) for select in on_host]
-    ts, dur = (np.concatenate([spans[at] for spans in changed]) for at in (1, 2))
-    changed_spans, other_spans = intersect(union(ts, ts + dur), a.spans), a.spans
+    changed_spans = union_of(*(selected_host_time(a, select) for select in on_host))
+    other_spans = a.spans
     limit, other_ns = 0.0, step.reference_ns
 
     def changed_in_run(spans: Intervals, run_ns: float) -> float:
@@ -593,8 +595,9 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
         high = max(high, min(high_ns, step.ns - work_left))
     if scale > 1 + MIN_APART_SHARE:
         low = min(low, low_ns)
+    error = _sampling_error(a)
     if impact.kind != "upper bound":
-        low, high = low * (1 - (error := _sampling_error(a))), high * (1 + error)
+        low, high = low * (1 - error), high * (1 + error)
     if a.device_id is None and impact.bound_ns is not None:
         # no fix saves more than the work that it changes, in whichever step this takes longer,
         # and its share of the page faults that the window ended
@@ -603,7 +606,7 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
         other_work = kept_scale * max(0.0, a.step_ns - impact.bound_ns)
         bound = min(max(1.0, scale) * impact.bound_ns + faults, step.ns - other_work)
         if len(a.steps.used) < MIN_SAMPLED_STEPS:
-            bound *= 1 + _sampling_error(a)
+            bound *= 1 + error
         high = min(high + faults, bound)
     finding = replace(
         finding,

@@ -65,21 +65,22 @@ def find_time_without_fix(
         if f.priority and f.impact and f.impact.currency == "step_time" and f.impact.gain_ns
     ]
     min_ns = max(MIN_SHARE * step_ns, min([WARNING_SHARE * step_ns, *gains]))
-    parts = [
-        (part.name, t.CLASS_LABELS.get(part.name, part.name), part.ns, part.share)
-        for part in report.time
-        if part.name not in ("compute", "idle")
-    ]
-    parts += [
-        (part.cause, t.idle_label(part, framework), part.ns, part.share)
-        for part in report.idle
-        if part.cause not in ("end", "profiler")
-    ]
     if report.scope.device is None:
         parts = [
             (part.name, t.host_label(part.name, framework), part.ns, part.share)
             for part in report.host
             if part.name in HOST_PARTS
+        ]
+    else:
+        parts = [
+            (part.name, t.CLASS_LABELS.get(part.name, part.name), part.ns, part.share)
+            for part in report.time
+            if part.name not in ("compute", "idle")
+        ]
+        parts += [
+            (part.cause, t.idle_label(part, framework), part.ns, part.share)
+            for part in report.idle
+            if part.cause not in ("end", "profiler")
         ]
     reasons = _Reasons(report, a, rules, fired)
     result: dict[str, TimeWithoutFix] = {}

@@ -85,7 +85,7 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
     if select.on == "gap":
         return SelectedWork(0.0, 0.0, share * selected_gaps(a, select))
     if select.on == "host":
-        return SelectedWork(0.0, share * _selected_time(a, select).total)
+        return SelectedWork(0.0, share * selected_host_time(a, select).total)
     if edit.op == "drop_launch":
         if a.device_id is None:
             return SelectedWork(0.0, float(a.spans.total))
@@ -96,7 +96,7 @@ def _selected_work(a: Analysis, edit: Edit, *, optimistic: bool) -> SelectedWork
     work = float(max(a.device_busy(mask).total, intervals_of(a.trace.gpu, is_own).total))
     mask = is_own if is_own.sum() > mask.sum() else mask
     layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
-    layer_ns = float(_selected_time(a, layer).total) if layer is not None else 0.0
+    layer_ns = float(selected_host_time(a, layer).total) if layer is not None else 0.0
     if edit.op in ("scale", "roofline"):
         return SelectedWork(share * work, share * layer_ns)
     if edit.op == "overlap":
@@ -143,7 +143,8 @@ def _host_time(a: Analysis, mask: Bools) -> Intervals:
     return intersect(intervals_of(a.trace.cpu, mask), a.spans)
 
 
-def _selected_time(a: Analysis, select: Select) -> Intervals:
+def selected_host_time(a: Analysis, select: Select) -> Intervals:
+    """Return the time in the window that a selection takes on the host, as ``host_spans``."""
     _, ts, dur = host_spans(a, select)
     return intersect(union(ts, ts + dur), a.spans)
 
@@ -285,14 +286,14 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         layer = host_of_layer(select) if edit.op in ("scale", "remove") else None
         if layer is None:
             return result
-        return union_of(result, intersect(_selected_time(a, layer), a.breakdown.idle))
+        return union_of(result, intersect(selected_host_time(a, layer), a.breakdown.idle))
     if select.on == "gap":
         result = intervals_of(a.gaps, selected_gaps(a, select))
         return intersect(result, select_instants(a, select)) if select.at else result
     if edit.op == "make_async":
         return _find_bubbles(a, selected_host(a, select))
     idle = a.breakdown.idle if a.device_id is not None else a.spans
-    time = intersect(_selected_time(a, select), idle)
+    time = intersect(selected_host_time(a, select), idle)
     if edit.op != "remove":
         return time
     return union_of(time, _find_bubbles(a, selected_host(a, select)))

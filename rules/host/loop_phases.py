@@ -253,7 +253,7 @@ class LoopPhases(LoopRule):
         pauses = recorded.column("gc") + _time_of_restarts(recorded)  # reported by other rules
         paused = recorded.typical(pauses[recorded.used]) if recorded.count else 0.0
         step, ns = (
-            (recorded.mean if recorded.varies else recorded.median) or 0.0,
+            recorded.reference or 0.0,
             sum(spent.values()) - paused,
         )
         ns = (

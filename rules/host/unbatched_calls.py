@@ -14,6 +14,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import MAX_LISTED
 from advisor.measure.host.stacks import NODE_PREFIX
+from advisor.replay.exposed_time import selected_host_time
 from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
@@ -22,7 +23,6 @@ from advisor.rules.support.common import (
     of_step,
     outermost_in_steps,
     scale_edit,
-    time_of_loop,
 )
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
@@ -132,7 +132,7 @@ class UnbatchedCalls(Rule):
         nodes = nodes.filter(pl.col("len") >= self.min_calls_share * count)
         loop_names = [*names["name"].to_list(), *nodes["name"].to_list()]
         select = Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop")
-        ns = time_of_loop(a, select)
+        ns = selected_host_time(a, select).total
         if ns < self.min_share * a.span_ns:
             return
         number = round(count / a.step_count)
@@ -223,7 +223,7 @@ class LoopedOperators(Rule):
         if _carries_results(a, counts):
             return
         select = Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop")
-        ns = time_of_loop(a, select)
+        ns = selected_host_time(a, select).total
         if ns < self.min_share * a.span_ns:
             return
         loop = table.filter(pl.col("name").is_in(forward))

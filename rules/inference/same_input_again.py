@@ -113,7 +113,7 @@ class SameInputAgain(Rule):
         """Return the time in forward of the run's step, ns, of a program on the CPU."""
         recorded = recorded_steps(a)
         share = recorded.share("forward")
-        step = recorded.median if not recorded.varies else recorded.mean
+        step = recorded.reference
         return None if a.device_id is not None or share is None or not step else share * step
 
     def _estimate_impact(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
+from advisor.measure.device.operator_arguments import dimension_taken, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
 from advisor.rules.support.common import (
@@ -125,9 +125,7 @@ class WholeRecordItems(Rule):
         operators, or else the edit of the window."""
         recorded = a.recorded
         loading = None if recorded is None else recorded.share("data")
-        step = None
-        if recorded is not None:
-            step = recorded.mean if recorded.varies else recorded.median
+        step = None if recorded is None else recorded.reference
         if recorded is None or loading is None or not step or a.device_id is not None:
             worst = 1 - self.worst_saved_share * share
             select = Select(on="host", name=SINGLE_PROCESS)
@@ -184,13 +182,12 @@ class WholeRecordItems(Rule):
 def _read_part(name: str, x: OpInputs) -> tuple[int, int] | None:
     """Return the size of a dimension and how much of it an operator keeps. ``None`` if it takes no
     part, or a single element."""
-    tensor, dim = x.tensor(0), x.argument(1)
-    if name not in TAKES or tensor is None or not isinstance(dim, int) or not prod(tensor.shape):
+    dimension = dimension_taken(name, x)
+    if dimension is None or not prod(dimension[0]):
         return None
-    if not -len(tensor.shape) <= dim < len(tensor.shape):
-        return None
-    size = tensor.shape[dim]
-    taken = range_taken(name, x, dim, size)
+    shape, dim = dimension
+    size = shape[dim]
+    taken = range_taken(name, x, x.argument(1), size)
     if taken is None or taken[1] - taken[0] < 2:
         return None
     return size, taken[1] - taken[0]

@@ -10,7 +10,7 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
+from advisor.measure.device.operator_arguments import TAKES, dimension_taken, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.measure.host.stacks import NODE_PREFIX
 from advisor.rules.support.citations import CHOSEN, SILENT_INPUTS, XPROF
@@ -298,14 +298,12 @@ def _parse_part(name: str, x: OpInputs) -> tuple[Shape, float, str] | None:
     if (indexed := read_indexed_part(name, x)) is not None:
         shape, dim, share = indexed
         return (shape, share, ":, " * dim + "positions") if dim < len(shape) - 1 else None
-    tensor, dim = x.tensor(0), x.argument(1)
-    if name not in TAKES or tensor is None or not isinstance(dim, int):
+    dimension = dimension_taken(name, x)
+    if dimension is None or not prod(dimension[0]):
         return None
-    shape = tensor.shape
-    if not -len(shape) <= dim < len(shape) or not prod(shape):
-        return None
-    size, leading_dims = shape[dim], dim % len(shape)
-    taken = range_taken(name, x, dim, size)
+    shape, leading_dims = dimension
+    size = shape[leading_dims]
+    taken = range_taken(name, x, x.argument(1), size)
     stride = x.argument(4) if name == "aten::slice" else 1
     if taken is None or not isinstance(stride, int) or stride < 1:
         return None

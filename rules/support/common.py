@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from advisor.core import text as t
 from advisor.core.finding import Edit, GainKind, Impact, Instants, Location, Select
-from advisor.core.intervals import Floats, Intervals, covered_length, intersect, union
+from advisor.core.intervals import Floats, Intervals, covered_length
 from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.rule import Evidence, Factor, Rule
 from advisor.core.run_directory import MAX_VALUE, Event, GpuSample
@@ -34,7 +34,6 @@ from advisor.measure.host.stacks import (
 from advisor.measure.steps.periodic import LOOP_PHASES
 from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.replay.selection import host_spans
 from advisor.rules.support.citations import SMT
 from advisor.testing import TraceBuilder
 
@@ -85,13 +84,6 @@ def of_step(a: Analysis, ns: float) -> str:
     return (
         f"{t.format_duration(ns / a.step_count)} {of_each_step(a)} ({ns / max(a.span_ns, 1):.0%})"
     )
-
-
-def time_of_loop(a: Analysis, select: Select) -> int:
-    """Return the time in the window of a loop's operators and of the code between two of them, ns,
-    which an edit selects with ``at="loop"``."""
-    _, ts, dur = host_spans(a, select)
-    return int(intersect(union(ts, ts + dur), a.spans).total)
 
 
 def of_each_step(a: Analysis) -> str:

@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from advisor.measure import Analysis
-from advisor.measure.device.operator_arguments import TAKES, inputs_at, range_taken
+from advisor.measure.device.operator_arguments import dimension_taken, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.rules.support.common import outermost_in_steps
 
@@ -121,16 +121,16 @@ def _read_part(calls: list[_Call], at: int) -> tuple[Shape, float, str] | None:
     name, x = calls[at].name, calls[at].inputs
     if x is None or (tensor := x.tensor(0)) is None or len(tensor.shape) < 2:
         return None
-    shape, last = tensor.shape, len(tensor.shape) - 1
+    last = len(tensor.shape) - 1
     if (indexed := read_indexed_part(name, x)) is not None:
         shape, dim, kept = indexed
         return (shape, kept, ":, " * last + "positions") if dim == last else None
-    dim = x.argument(1)
-    if name not in TAKES or not isinstance(dim, int) or not -last - 1 <= dim <= last:
+    if (dimension := dimension_taken(name, x)) is None:
         return None
-    if dim % len(shape) != last:
-        return _read_part_of_sample(calls, at, shape, dim % len(shape))
-    taken = range_taken(name, x, dim, shape[-1])
+    shape, dim = dimension
+    if dim != last:
+        return _read_part_of_sample(calls, at, shape, dim)
+    taken = range_taken(name, x, x.argument(1), shape[-1])
     if taken is None or (name == "aten::slice" and x.argument(4) != 1):
         return None
     start, end = max(0, taken[0]), min(taken[1], shape[-1])
@@ -173,10 +173,11 @@ def _read_part_of_sample(
 
 def _takes_all(name: str, x: OpInputs, shape: Shape) -> bool:
     """Return whether an operator is a slice of everything, as Python makes for ``:``."""
-    dim = x.argument(1)
-    if name != "aten::slice" or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+    dimension = dimension_taken(name, x)
+    if name != "aten::slice" or dimension is None:
         return False
-    return range_taken(name, x, dim, shape[dim]) == (0, shape[dim])
+    size = shape[dimension[1]]
+    return range_taken(name, x, x.argument(1), size) == (0, size)
 
 
 def _find_chain(calls: list[_Call], at: int, shape: Shape) -> list[int] | None:

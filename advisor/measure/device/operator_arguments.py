@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
-from advisor.measure.device.shapes import OpInputs, Tensor, read_inputs
+from advisor.measure.device.shapes import OpInputs, Shape, Tensor, read_inputs
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import outermost_rows, parent_rows
 
@@ -209,6 +209,17 @@ def _find_taken_range(
             continue
         start, end = min(start, part[0]), max(end, part[1])
     return (start, end) if end else None
+
+
+def dimension_taken(name: str, x: OpInputs) -> tuple[Shape, int] | None:
+    """Return the shape of the tensor that one of ``TAKES`` takes a range of, and the dimension from
+    0. ``None`` for other operators, or if they are not recorded."""
+    tensor, dim = x.tensor(0), x.argument(1)
+    if name not in TAKES or tensor is None or not isinstance(dim, int):
+        return None
+    if not -len(tensor.shape) <= dim < len(tensor.shape):
+        return None
+    return tensor.shape, dim % len(tensor.shape)
 
 
 def range_taken(name: str, x: OpInputs, dim: int, size: int) -> tuple[int, int] | None:

@@ -314,6 +314,11 @@ class StepRecords:
         """Whether mean and median differ, so that reports show the mean step first."""
         return bool(self.median) and StepTime(ns=self.median or 1, mean_ns=self.mean or 1).varies
 
+    @property
+    def reference(self) -> float | None:
+        """Length of the step that a report leads with, as in ``StepTime.reference_ns``."""
+        return self.mean if self.varies else self.median
+
     @cached_property
     def step_time(self) -> StepTime | None:
         """Step time while nothing is profiled, or ``None`` if not measured, or of too few steps."""

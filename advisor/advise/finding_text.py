@@ -23,6 +23,17 @@ def ranked_findings(report: Report) -> list[Finding]:
     return [finding for finding in report.findings if finding.folded_under is None]
 
 
+def largest_fix(report: Report) -> Finding | None:
+    """Return the ranked finding with the largest gain, or ``None`` if no gain was estimated."""
+    gains = [
+        (finding.impact.gain_ns or 0, -number, finding)
+        for number, finding in enumerate(ranked_findings(report))
+        if finding.impact is not None
+    ]
+    gain, _, largest = max(gains, default=(0, 0, None))
+    return largest if gain else None
+
+
 def is_replayed(finding: Finding) -> bool:
     """Return whether a finding's gain was estimated in a replay of its edits."""
     return bool(finding.edits) or (finding.impact is not None and finding.impact.kind == "replay")

@@ -222,6 +222,8 @@ class Card(Block):
     """Blocks that are shown on demand."""
     fix: bool = True
     """Whether it counts as a fix. A terminal shows the first fixes in full."""
+    main: bool = False
+    """Whether it is the fix with the largest gain, which a terminal explains if it can."""
     always_full: bool = False
     """Whether it is always shown in full."""
     brief: bool = False

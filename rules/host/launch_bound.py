@@ -141,7 +141,7 @@ class LaunchBound(Rule):
     )
     cases = {
         "the same kernels in every step": {
-            "fix": "Replay the kernels as CUDA graphs, as they are the same in every step. "
+            "fix": "Replay the kernels as CUDA graphs: they are the same in each step. "
             'torch.compile(mode="reduce-overhead") does so and fuses small kernels as well.'
         },
         "graphs are already used": {

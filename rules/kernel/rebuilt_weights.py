@@ -30,7 +30,7 @@ _NORM_CODE = (
     "for module in model.modules():\n"
     "    if parametrize.is_parametrized(module):\n"
     '        parametrize.remove_parametrizations(module, "weight")\n'
-    "# torch.nn.utils.weight_norm: torch.nn.utils.remove_weight_norm(module)"
+    "# after torch.nn.utils.weight_norm: remove_weight_norm(module)"
 )
 _NORM_VERIFY = (
     "Record again: no weight is normalised. Compare the outputs: they differ by rounding."

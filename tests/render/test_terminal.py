@@ -24,9 +24,17 @@ from advisor.core.report import Report
 from advisor.core.report_replay import Replay
 from advisor.core.report_time import Family
 from advisor.core.text import first_clause
-from advisor.render.document import Document, Grid, RenderOptions
+from advisor.render.document import (
+    Card,
+    Code,
+    Document,
+    FieldList,
+    Grid,
+    RenderOptions,
+    TextField,
+)
 from advisor.render.formats import REPORTS
-from advisor.render.formats.terminal import Page, Terminal
+from advisor.render.formats.terminal import MAX_SCREEN_LINES, Page, Terminal
 from advisor.replay.project.precision import INFERENCE, TRAINING
 from advisor.testing import TraceBuilder
 
@@ -401,6 +409,24 @@ def test_table_shortens_locations_but_not_figures() -> None:
     assert head.endswith("  bytes  of it") and second.endswith("  1 KiB    <1%")
     assert first == "  …rain.py:14 · gradients  90 MiB    40%"
     assert {len(line) for line in (head, first, second)} == {40}
+
+
+@pytest.mark.parametrize(("lines", "rows"), [(6, 6), (20, 6), (20, 12), (20, 18)])
+def test_free_lines_show_reasons_and_then_code_of_later_fixes(lines: int, rows: int) -> None:
+    def card(number: int, *, main: bool = False) -> Card:
+        fields = [TextField("why", [f"Reason {number}."]), TextField("fix", [f"Action {number}."])]
+        code = "\n".join(f"call_{number}({n})" for n in range(lines if number == 1 else 4))
+        content = [FieldList(fields), Code(code)]
+        return Card(f"Card {number}", content, number=str(number), main=main)
+
+    figures = [TextField(f"f{n}", [f"figure {n}"], spare=1 + n % 5) for n in range(rows)]
+    cards = [card(1), card(2), card(3, main=True)]
+    text = Terminal().draw(Document("Slow.", [FieldList(figures), *cards], name="report"))
+    assert text.count("\n") <= MAX_SCREEN_LINES
+    assert all(f"Reason {n}" in text and f"Action {n}" in text for n in (1, 2, 3))
+    assert "call_3(0)" in text  # of the largest fix, before figures that are spare
+    if text.count("\n") <= MAX_SCREEN_LINES - 4:
+        assert "call_2(0)" in text
 
 
 def test_a_place_is_shown_once(report: Make, finding: Callable[..., Finding]) -> None:

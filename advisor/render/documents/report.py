@@ -269,6 +269,7 @@ def _build_card(
             ),
         ],
         fix=fix,
+        main=finding is finding_text.largest_fix(report),
         brief=fix and finding_text.is_small(finding),
     )
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Final
 
@@ -34,6 +34,8 @@ MAX_FULL: Final = 3
 """Maximum number of fixes shown in full without details, and of fixes in a brief report."""
 MAX_CLAUSES: Final = 2
 """Highest level of detail at which fixes of one line show their action: all of them."""
+FURTHER_ROWS: Final = ({"why", "fix"}, {"code"}, {"where"}, {"note"})
+"""Labels of lines of other fixes that are drawn if lines are left, the most important first."""
 MAX_CODE: Final = 12
 """Maximum number of lines of a fix's code without details."""
 MAX_ITEMS: Final = 12
@@ -54,19 +56,24 @@ class Terminal(DocumentRenderer):
         if options.brief:
             return _draw_brief(document, [card for card in cards if card.fix], options)
         if options.top is not None:
-            return _Screen(document, options, options.top, clauses=0).text
+            return _Screen(document, options, _Layout(options.top, clauses=0)).text
         if options.details:
-            return _Screen(document, options, len(cards)).text
+            return _Screen(document, options, _Layout(len(cards))).text
         max_full = max(1, min(MAX_FULL, fixes))
+        fitting: list[_Screen] = []
         flags = (True, False)
         steps = [(level, n, True) for n in (MAX_CLAUSES, 1) for level in range(TIGHT_LEVEL)]
         tight_levels = range(TIGHT_LEVEL, MAX_SPARE_LEVEL + 1)
         steps += [(level, *kept) for kept in product(flags, flags) for level in tight_levels]
         for (level, clauses, notes), full in product(steps, range(max_full, 0, -1)):
-            screen = _Screen(document, options, full, level, clauses=clauses, notes=notes)
-            if screen.text.count("\n") <= MAX_SCREEN_LINES:
+            if fitting and not (clauses and notes):
                 break
-        return screen.text
+            screen = _Screen(document, options, _Layout(full, level, clauses, notes))
+            if screen.fits:
+                fitting.append(_fill(screen, document, options))
+                if fitting[-1].shows_main:
+                    return fitting[-1].text
+        return (fitting or [screen])[0].text
 
 
 def _draw_brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
@@ -101,26 +108,44 @@ def _draw_row(page: Page, card: d.Card) -> None:
     page.line((f"{number}  ", STYLES.get(card.tag, "")), name, (f"{blanks}{gain}", "green"))
 
 
-class _Screen:
-    """Drawing of a document with ``full`` fixes in full, without blocks that are spare at
-    ``level``. ``clauses``: 1 to also show the action of the other fixes, 2 even of those that gain
-    little. ``notes``: keep all notes on
-    their gains at tight levels too."""
+@dataclass(frozen=True)
+class _Layout:
+    """Parts of a document that a screen shows."""
 
-    def __init__(
-        self,
-        document: d.Document,
-        options: RenderOptions,
-        full: int,
-        level: int = 0,
-        *,
-        clauses: int = MAX_CLAUSES,
-        notes: bool = True,
-    ) -> None:
+    full: int
+    """Number of fixes in full."""
+    level: int = 0
+    """Level at which blocks that are spare are left out."""
+    clauses: int = MAX_CLAUSES
+    """1 to also show the action of the other fixes, 2 even of those that gain little."""
+    notes: bool = True
+    """Whether all notes on gains are kept at tight levels too."""
+    rows: Mapping[str, Set[str]] = field(default_factory=dict)
+    """Labels of further lines of fixes that are not in full, by the title of the fix."""
+
+
+def _fill(screen: _Screen, document: d.Document, options: RenderOptions) -> _Screen:
+    """Draw more of the fixes that are not in full, as far as lines are left: the reasons of all
+    before code and places."""
+    for labels_shown, title in product(FURTHER_ROWS, screen.row_titles):
+        rows = screen.layout.rows
+        layout = replace(screen.layout, rows={**rows, title: rows.get(title, set()) | labels_shown})
+        fuller = _Screen(document, options, layout)
+        screen = fuller if fuller.fits else screen
+    return screen
+
+
+class _Screen:
+    """Drawing of a document."""
+
+    def __init__(self, document: d.Document, options: RenderOptions, layout: _Layout) -> None:
         self.page = Page(options.width, colour=options.colour)
         self.details = options.details
-        self.full = self.first = full
-        self.level, self.clauses, self.notes = level, clauses, notes
+        self.layout = layout
+        self.full = self.first = layout.full
+        self.level, self.clauses, self.notes = layout.level, layout.clauses, layout.notes
+        self.row_titles: list[str] = []
+        self.shows_main = True
         self.left_out: list[str] = []
         self.spare: set[str] = set()
         self.rows = 0
@@ -134,6 +159,7 @@ class _Screen:
             page.blank_line()
             page.wrap(labels.clean(note), style="dim")
         self.text = page.getvalue()
+        self.fits = self.text.count("\n") <= MAX_SCREEN_LINES
 
     def _draw_omitted(self, options: RenderOptions) -> None:
         """Draw a line that counts the omitted parts."""
@@ -168,14 +194,8 @@ class _Screen:
                     continue
                 case d.Card() if not (block.fix or block.always_full or self.details):
                     _draw_row(self.page, block)
-                    for part in map(self._drop_spare, block.blocks):
-                        if isinstance(part, d.FieldList):
-                            rows = [
-                                row
-                                for row in part.rows
-                                if row.label in ("where", "fix") or row.quoted
-                            ]
-                            self.fields(d.FieldList(rows), indent=4)
+                    self._draw_rows(block, {"where", "fix"})
+                    self.row_titles.append(block.title)
                 case d.FieldList() if not any(
                     row.parts and (self.details or not row.detail) for row in block.rows
                 ):
@@ -185,8 +205,13 @@ class _Screen:
                         self.page.blank_line()
                     self.rows += 1
                     _draw_row(self.page, block)
-                    if self.clauses > block.brief:
+                    if block.title in self.layout.rows:
+                        self._draw_rows(block, {"fix"})
+                    elif self.clauses > block.brief:
                         self.page.flow("fix", [_fix_clause(block)], style="bold")
+                    self.row_titles += [block.title] * (not block.brief)
+                    shown = self.layout.rows.get(block.title, set())
+                    self.shows_main &= not block.main or {"why", "code"} <= shown
                 case d.Card():
                     self.full -= block.fix
                     is_below_title = previous is None and self.level >= TIGHT_LEVEL
@@ -201,6 +226,20 @@ class _Screen:
                         self.page.blank_line()
                     self.block(block)
             previous = block
+
+    def _draw_rows(self, card: d.Card, shown: Set[str]) -> None:
+        """Draw lines of a card that is not in full."""
+        further = self.layout.rows.get(card.title, set())
+        for part in card.blocks if further else map(self._drop_spare, card.blocks):
+            if isinstance(part, d.FieldList):
+                named, rows = "", []
+                for row in part.rows:
+                    named = row.label or named
+                    if named in shown | further or row.quoted:
+                        rows.append(row)
+                self.fields(d.FieldList(rows), indent=4)
+            elif part is not None and "code" in further:
+                self.block(part)
 
     def _drop_spare(self, block: d.Block) -> d.Block | None:
         """Return the rest of a block at this level, and count the omitted parts."""
@@ -284,7 +323,7 @@ class _Screen:
             parts = [d.plain_text(part) for part in row.parts]
             if row.prose and not self.details:
                 shorten = t.first_clause if self.level >= TIGHT_LEVEL else t.first_sentence
-                if row.label == "why" and self.level < MAX_SPARE_LEVEL:
+                if row.label == "why":
                     parts = [t.shorten_evidence(part, shorten) for part in parts]
                 else:
                     parts = [shorten(part) for part in parts]

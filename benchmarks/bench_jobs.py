@@ -29,7 +29,7 @@ from advisor.replay.predictions import (
     fault_kind,
     shipped_predictions,
 )
-from advisor.replay.ranks.study import study_ranks
+from advisor.replay.ranks.rank_comparison import compare_ranks
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, FaultTruth
 from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
@@ -65,9 +65,9 @@ def one(seed: int, ranks: int, kind: str | None) -> Case:
     played_at = time.perf_counter()
     summaries, unread = summarize_all(played)
     summarized_at = time.perf_counter()
-    study = study_ranks(summaries, unread)
-    assert study is not None
-    ranks_found = study.ranks
+    comparison = compare_ranks(summaries, unread)
+    assert comparison is not None
+    ranks_found = comparison.ranks
     diagnosed_at = time.perf_counter()
     layout = played.job.layout
     score = judge(ranks_found, truth, played.job.cut)
@@ -261,10 +261,10 @@ def single(arguments: argparse.Namespace) -> None:
         print(len(write(played, arguments.files)), "files")
     if arguments.job:
         summaries, unread = summarize_all(played)
-        study = study_ranks(summaries, unread)
-        assert study is not None
-        arguments.job.write_bytes(msgspec.json.encode(study.ranks))
-        print(judge(study.ranks, truth, played.job.cut))
+        comparison = compare_ranks(summaries, unread)
+        assert comparison is not None
+        arguments.job.write_bytes(msgspec.json.encode(comparison.ranks))
+        print(judge(comparison.ranks, truth, played.job.cut))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary_schema import RankSummary, UnreadRank
     from advisor.replay.ranks.estimator import OfRank
-    from advisor.replay.ranks.study import Study
+    from advisor.replay.ranks.rank_comparison import RankComparison
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,16 @@ def examine(
     summaries = summaries or [
         each for n in sorted(results) if (each := results[n].summary) is not None
     ]
-    study = _study_job(summaries, unread)
-    if study is None and unread:
+    comparison = _compare_job(summaries, unread)
+    if comparison is None and unread:
         left_out = [f"{each.path}: {each.why}" for each in unread]
         run = dataclasses.replace(run, problems=(*run.problems, *left_out))
-    report, estimator = _advise(run, analyses, results, rules, study, summaries)
+    report, estimator = _advise(run, analyses, results, rules, comparison, summaries)
     prices = read_prices() if options.prices is None else options.prices
     report = structs.replace(
         report,
         cost=cost_per_step(run, report, prices, options.paid_gpus),
-        mesh=_build_mesh(analyses[main], main, study),
+        mesh=_build_mesh(analyses[main], main, comparison),
     )
     return AnalysisResult(run, report, analyses, estimator)
 
@@ -161,19 +161,19 @@ def _advise(
     analyses: dict[int, Analysis],
     results: dict[int, RankFindings],
     rules: list[Rule],
-    study: Study | None,
+    comparison: RankComparison | None,
     summaries: Sequence[RankSummary],
 ) -> tuple[Report, GainEstimator]:
     """Return the report of the first rank, and its estimator."""
     main, a = next(iter(analyses.items()))
     estimator = results[main].estimator or estimator_for(a, main)
-    if study is None:
+    if comparison is None:
         checked = merge_ranks(results, main)
     else:
         own_results = {n: each for n, each in results.items() if n == main or each.summary is None}
         checked = merge_ranks(own_results, main, counted=False)
         of_rank = partial(_get_rank_estimator, analyses, results, {})
-        checked, estimator = _add_other_ranks(checked, estimator, study, a, rules, of_rank)
+        checked, estimator = _add_other_ranks(checked, estimator, comparison, a, rules, of_rank)
     hot_lines, problems = read_hot_lines(a)
     findings = add_hot_lines(checked.findings, hot_lines, rules)
     ranked = prioritize(findings, a, estimator, rules)
@@ -181,7 +181,7 @@ def _advise(
         lambda found: limit_together(scale_to_run(limit_to_cores(found, a), a, estimator), a)
     )
     report = write_report(
-        run, analyses, checked, ranked, estimator, rules, hot_lines, problems, study, summaries
+        run, analyses, checked, ranked, estimator, rules, hot_lines, problems, comparison, summaries
     )
     return report, estimator
 
@@ -205,7 +205,7 @@ def _get_rank_estimator(
 def _add_other_ranks(
     checked: RankFindings,
     own_estimator: GainEstimator,
-    study: Study,
+    comparison: RankComparison,
     a: Analysis,
     rules: list[Rule],
     of_rank: OfRank,
@@ -215,13 +215,13 @@ def _add_other_ranks(
     estimator."""
     from advisor.replay.ranks.estimator import RanksEstimator
 
-    estimator = RanksEstimator(own_estimator, study, checked.rank, checked.findings, of_rank)
+    estimator = RanksEstimator(own_estimator, comparison, checked.rank, checked.findings, of_rank)
     findings = [*checked.findings, *estimator.other_findings({f.rule for f in checked.findings})]
     rank_counts = {finding.rule: estimator.ranks_with(finding.rule) for finding in findings}
-    findings = note_rank_counts(findings, rank_counts, len(study.numbers))
+    findings = note_rank_counts(findings, rank_counts, len(comparison.numbers))
     by_id = {rule.id: rule for rule in rules}
-    findings = [by_id[f.rule].cite_ranks(f, study) if f.rule in by_id else f for f in findings]
-    used_estimator: GainEstimator = own_estimator if study.replay.reason else estimator
+    findings = [by_id[f.rule].cite_ranks(f, comparison) if f.rule in by_id else f for f in findings]
+    used_estimator: GainEstimator = own_estimator if comparison.replay.reason else estimator
     if used_estimator is estimator:
         findings = [
             with_gain(f, estimator.gain_range(f.edits), a, estimator.method, is_job_gain=True)
@@ -231,31 +231,33 @@ def _add_other_ranks(
         ]
     checked = dataclasses.replace(checked, findings=findings)
     return checked.with_findings_across_ranks(
-        rank_rules(study, checked.rank, a, rules, used_estimator)
+        rank_rules(comparison, checked.rank, a, rules, used_estimator)
     ), used_estimator
 
 
-def _build_mesh(a: Analysis, rank: int, study: Study | None) -> list[MeshAxis]:
+def _build_mesh(a: Analysis, rank: int, comparison: RankComparison | None) -> list[MeshAxis]:
     """Return the communication by mesh axis, with waits if other ranks are in memory."""
     if a.device_id is None or a.only_input:
         return []
     waits = None
-    if study is not None:
-        index = study.summary_index(rank)
-        waits = None if index is None else collective_waits(study.job.joined, index)
-        hosts = {each.rank: each.host for each in study.job.summaries if each.host}
+    if comparison is not None:
+        index = comparison.summary_index(rank)
+        waits = None if index is None else collective_waits(comparison.job.joined, index)
+        hosts = {each.rank: each.host for each in comparison.job.summaries if each.host}
         a.machine = a.machine._replace(hosts=hosts)
     return report_mesh(a, waits=waits)
 
 
-def _study_job(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]) -> Study | None:
-    """Study a job's ranks together. Return ``None`` for one rank. Raises AdvisorError."""
+def _compare_job(
+    summaries: Sequence[RankSummary], unread: Sequence[UnreadRank]
+) -> RankComparison | None:
+    """Compare a job's ranks together. Return ``None`` for one rank. Raises AdvisorError."""
     if len(summaries) + len(unread) < 2 or not any(each.step_ns for each in summaries):
         return None
-    from advisor.replay.ranks.study import study_ranks
+    from advisor.replay.ranks.rank_comparison import compare_ranks
 
     try:
-        return study_ranks(summaries, unread)
+        return compare_ranks(summaries, unread)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # damaged summaries
         why = shorten_reason(f"{type(error).__name__}: {error}")
         raise AdvisorError(f"the ranks cannot be compared, a bug in advisor ({why})") from error

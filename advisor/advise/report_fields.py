@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from advisor.core.report import Report
     from advisor.core.trace import Run, Trace
     from advisor.measure import Analysis
-    from advisor.replay.ranks.study import Study
+    from advisor.replay.ranks.rank_comparison import RankComparison
 
 MAX_OPERATORS = 10
 MAX_OPERATOR_NAMES = 500
@@ -457,16 +457,18 @@ def _measure_run_time(run: Run, report: Report) -> float | None:
     return float((recorded.ts + recorded.dur).max() - recorded.ts.min())
 
 
-def build_ranks_view(analyses: Mapping[int, Analysis], study: Study | None) -> Ranks | None:
+def build_ranks_view(
+    analyses: Mapping[int, Analysis], comparison: RankComparison | None
+) -> Ranks | None:
     """Return the ranks side by side, with unprofiled ones, or ``None`` if there is one rank."""
-    if study is None:
+    if comparison is None:
         if len(analyses) < 2 or all(a.only_input for a in analyses.values()):
             return None
         note = "Skew between ranks is not measured: fewer than two of them were profiled."
         result = Ranks(lines=[], aligned=False, alignment_error_ns=None, note=note)
     else:
-        result = study.ranks
-        replayed = study.replayed
+        result = comparison.ranks
+        replayed = comparison.replayed
         if replayed:
             is_short = len(replayed) <= FEW_RANKS
             rank_names = f"ranks {format_ranks(replayed)}"

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.measure.ranks.summary_schema import RankSummary
     from advisor.replay.estimators import GainEstimator
-    from advisor.replay.ranks.study import Study
+    from advisor.replay.ranks.rank_comparison import RankComparison
 
 
 def write_report(
@@ -64,7 +64,7 @@ def write_report(
     rules: Sequence[Rule],
     hot: Sequence[HotLine] = (),
     problems: Sequence[str] = (),
-    ranks: Study | None = None,
+    ranks: RankComparison | None = None,
     summaries: Sequence[RankSummary] = (),
 ) -> Report:
     """Write the report of the first rank, with findings on other ranks and across them. ``hot``:

@@ -37,7 +37,7 @@ from advisor.replay.estimators import GainEstimator, estimator_for
 if TYPE_CHECKING:
     from advisor.core.finding import HotLine
     from advisor.measure.ranks.summary_schema import RankSummary
-    from advisor.replay.ranks.study import Study
+    from advisor.replay.ranks.rank_comparison import RankComparison
 
 RULE_FAILED = "the rule failed"
 MIN_MAIN_PLACE_SHARE = 0.5
@@ -45,7 +45,7 @@ MIN_MAIN_PLACE_SHARE = 0.5
 MAX_PARALLEL_EVENTS = 2_000_000
 """Maximum number of events up to which ranks are examined in parallel. Threads share one
 interpreter, save a fifth of this part's time, and need much memory in addition to the trace."""
-Subject = TypeVar("Subject", "Analysis", "Study")
+Subject = TypeVar("Subject", "Analysis", "RankComparison")
 
 
 @dataclass(frozen=True)
@@ -119,14 +119,14 @@ def run_rules(
 
 
 def rank_rules(
-    study: Study, main: int, a: Analysis, rules: list[Rule], estimator: GainEstimator
+    comparison: RankComparison, main: int, a: Analysis, rules: list[Rule], estimator: GainEstimator
 ) -> RankFindings:
     """Run the rules that look across ranks. The report is of rank ``main``."""
     outcomes: list[Outcome] = []
     for rule in rules:
         if rule.across_ranks and is_of_use(rule, a):
             rule = for_program(rule, a)
-            rule_outcomes = _run_safely(rule, rule.check_run, study)
+            rule_outcomes = _run_safely(rule, rule.check_run, comparison)
             outcomes += [_fill_outcome(outcome, rule, a, main) for outcome in rule_outcomes]
     return _split_by_kind(outcomes, main, a, estimator)
 

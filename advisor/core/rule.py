@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from advisor.core.auxiliary_inputs import AuxiliaryInput
     from advisor.core.finding import Category, Finding, Outcomes, Validation
     from advisor.measure import Analysis
-    from advisor.replay.ranks.study import Study
+    from advisor.replay.ranks.rank_comparison import RankComparison
     from advisor.testing import Examples
 
 
@@ -267,14 +267,14 @@ class Rule:
         """Yield findings, skipped checks and passed checks for one rank's window."""
         raise NotImplementedError
 
-    def check_run(self, study: Study) -> Outcomes:
+    def check_run(self, comparison: RankComparison) -> Outcomes:
         """Yield findings for a job of several ranks, from the outliers of the shared search. Only
         called if ``across_ranks`` is set."""
         raise NotImplementedError
 
-    def cite_ranks(self, finding: Finding, study: Study) -> Finding:
+    def cite_ranks(self, finding: Finding, comparison: RankComparison) -> Finding:
         """Return a finding of this rule, with evidence from the job's ranks if overridden."""
-        del study
+        del comparison
         return finding
 
     @staticmethod

@@ -198,7 +198,7 @@ def what_if(
         step=_find_run_step(run, rank, replayer.a),
         low_ns=saved.low,
         high_ns=saved.high,
-        ranks_error=None if joint is None else joint.study.replay.error,
+        ranks_error=None if joint is None else joint.comparison.replay.error,
     )
 
 

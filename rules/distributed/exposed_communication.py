@@ -35,7 +35,7 @@ from advisor.rules.support.framework_advice import (
 from advisor.testing import Examples, TraceBuilder
 
 if TYPE_CHECKING:
-    from advisor.replay.ranks.study import Study
+    from advisor.replay.ranks.rank_comparison import RankComparison
 
 FEWER_BYTES = " Then send fewer bytes"
 """Beginning of the last sentence of a text."""
@@ -500,13 +500,13 @@ class ExposedCommunication(Rule):
             )
         return locations
 
-    def cite_ranks(self, finding: Finding, study: Study) -> Finding:
+    def cite_ranks(self, finding: Finding, comparison: RankComparison) -> Finding:
         """Return the finding with each rank's exposed communication as evidence. A rank that enters
         late is then known."""
-        finding = replace(finding, evidence=[*finding.evidence, *study.exposed()])
-        if not study.late or finding.title != self.cases["a late rank"]["title"]:
+        finding = replace(finding, evidence=[*finding.evidence, *comparison.exposed()])
+        if not comparison.late or finding.title != self.cases["a late rank"]["title"]:
             return finding
-        return replace(finding, **self.case("a late rank of this report", ranks=study.late))
+        return replace(finding, **self.case("a late rank of this report", ranks=comparison.late))
 
     @staticmethod
     def examples() -> Examples:

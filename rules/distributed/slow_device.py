@@ -17,8 +17,8 @@ from advisor.testing import TraceBuilder
 
 if TYPE_CHECKING:
     from advisor.measure.ranks.outliers import Deviation
+    from advisor.replay.ranks.rank_comparison import RankComparison
     from advisor.replay.ranks.ranks_replay import JobGain
-    from advisor.replay.ranks.study import Study
 
 
 class SlowDevice(Rule):
@@ -80,17 +80,17 @@ class SlowDevice(Rule):
         "or leave it out."
     )
 
-    def check_run(self, study: Study) -> Outcomes:
-        if not study.outliers:
-            yield from self._report_comparison(study)
-        for deviation, gain in study.outliers:
+    def check_run(self, comparison: RankComparison) -> Outcomes:
+        if not comparison.outliers:
+            yield from self._report_comparison(comparison)
+        for deviation, gain in comparison.outliers:
             if not deviation.slow_device:
                 continue
-            yield self._build_finding(study, deviation, gain)
+            yield self._build_finding(comparison, deviation, gain)
 
-    def _report_comparison(self, study: Study) -> Outcomes:
+    def _report_comparison(self, comparison: RankComparison) -> Outcomes:
         """Report a passed check, or what is missing to compare devices."""
-        summaries = [s for s in study.job.summaries if s.kernels]
+        summaries = [s for s in comparison.job.summaries if s.kernels]
         if len(summaries) < 2:
             return
         slowest = max(summaries, key=lambda s: s.time.get("compute", 0.0))
@@ -107,13 +107,15 @@ class SlowDevice(Rule):
                 f"{max(0.0, speed.ratio - 1):.0%} longer for the same {len(speed.kernels)} kernels"
             )
 
-    def _build_finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
-        job = study.job
+    def _build_finding(
+        self, comparison: RankComparison, deviation: Deviation, gain: JobGain | None
+    ) -> Finding:
+        job = comparison.job
         indices = deviation.members.rank_indices
         subject = describe_subject(job, deviation)
         slow_summary, ratio = job.summaries[indices[0]], deviation.device_slowdown or 1.0
         has_mixed_devices = len({s.device for s in job.summaries if s.device}) > 1
-        finding = finding_of(study, deviation, gain, self._build_title(study, deviation))
+        finding = finding_of(comparison, deviation, gain, self._build_title(comparison, deviation))
         few_ranks = len(job.summaries) < 3
         label = "duration over the others' (half of the compared time)"
         evidence = [
@@ -137,8 +139,8 @@ class SlowDevice(Rule):
         )
 
     @staticmethod
-    def _build_title(study: Study, deviation: Deviation) -> str:
-        subject = describe_subject(study.job, deviation)
+    def _build_title(comparison: RankComparison, deviation: Deviation) -> str:
+        subject = describe_subject(comparison.job, deviation)
         plural = len(deviation.members.rank_indices) > 1
         return f"The GPU{'s' if plural else ''} of {subject} {'are' if plural else 'is'} slow"
 

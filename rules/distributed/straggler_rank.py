@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from advisor.measure.ranks.outliers import Deviation
+    from advisor.replay.ranks.rank_comparison import RankComparison
     from advisor.replay.ranks.ranks_replay import JobGain
-    from advisor.replay.ranks.study import Study
 
 
 class StragglerRank(Rule):
@@ -177,32 +177,32 @@ class StragglerRank(Rule):
         "equal work."
     )
 
-    def check_run(self, study: Study) -> Outcomes:
+    def check_run(self, comparison: RankComparison) -> Outcomes:
         """Report the outliers that hold the others up, for any cause but a slow device."""
-        clocks = study.job.joined.clocks
-        if clocks.error_ns is None and study.job.joined.rows:
+        clocks = comparison.job.joined.clocks
+        if clocks.error_ns is None and comparison.job.joined.rows:
             yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
                 why=f"the ranks cannot be put on one clock: {clocks.reason}",
                 record="the same steps on every rank, in one run",
             )
-        yield from self._report_pause(study)
-        if not study.outliers:
-            yield from self._report_pass(study)
+        yield from self._report_pause(comparison)
+        if not comparison.outliers:
+            yield from self._report_pass(comparison)
             return
-        for deviation, gain in study.outliers:
+        for deviation, gain in comparison.outliers:
             if deviation.slow_device:
                 continue
-            yield self._build_finding(study, deviation, gain)
+            yield self._build_finding(comparison, deviation, gain)
 
-    def _report_pause(self, study: Study) -> Outcomes:
+    def _report_pause(self, comparison: RankComparison) -> Outcomes:
         """Report a step of one rank that took far longer than its other steps, and than steps of
         all ranks. It is not a straggler: it has another cause."""
-        times = study.job.profile.own_ns_by_step
+        times = comparison.job.profile.own_ns_by_step
         if (
             times.shape[1] < MIN_PAUSE_STEPS
             or not np.isfinite(times).any()
-            or not study.job.step_ns
+            or not comparison.job.step_ns
         ):
             return
         excess = times - np.nanmedian(times, axis=1, keepdims=True)
@@ -210,28 +210,30 @@ class StragglerRank(Rule):
         (rank, step), (_, other_step) = (np.unravel_index(n, times.shape) for n in order[[-1, -2]])
         longest, next_longest = excess.flat[order[-1]], excess.flat[order[-2]]
         late_ranks = {
-            index for deviation, _ in study.outliers for index in deviation.members.rank_indices
+            index
+            for deviation, _ in comparison.outliers
+            for index in deviation.members.rank_indices
         }
         lost_ns = float(longest) / times.shape[1]
-        if rank in late_ranks or lost_ns < self.min_share * study.job.step_ns:
+        if rank in late_ranks or lost_ns < self.min_share * comparison.job.step_ns:
             return
         if longest < MIN_PAUSE_RATIO * max(float(next_longest), 0.0) or other_step == step:
             return  # several pauses, or a step that is long on several ranks
-        steps = study.job.summaries[int(rank)].steps
+        steps = comparison.job.summaries[int(rank)].steps
         name = steps[int(step)].name if step < len(steps) else f"step {step}"
         yield SkippedCheck(
-            what=f"why rank {study.numbers[int(rank)]} pauses in one step",
+            what=f"why rank {comparison.numbers[int(rank)]} pauses in one step",
             why=f"in {name} it takes {t.format_duration(float(longest))} longer than in its other "
             f"steps, and the others wait for it: once in {times.shape[1]} steps is not a straggler",
             record="stacks (with_stack=True) on this rank, and more steps; look for garbage "
             "collection, a checkpoint or logging on it",
         )
 
-    def _report_pass(self, study: Study) -> Outcomes:
+    def _report_pass(self, comparison: RankComparison) -> Outcomes:
         """Report a passed check, or why it is not certain."""
         from advisor.measure.ranks.outliers import late_chance
 
-        job, result = study.job, study.job.waits
+        job, result = comparison.job, comparison.job.waits
         steps = max(1, len(job.profile.steps))
         if job.joined.clocks.error_ns is None or not len(result.row) or not job.step_ns:
             return
@@ -242,7 +244,7 @@ class StragglerRank(Rule):
             yield PassedCheck(
                 text="no rank keeps the others waiting for long: the worst costs them "
                 f"{t.format_duration(lost_ns)} "
-                f"{t.format_per(find_unit(study))} that no compute hides "
+                f"{t.format_per(find_unit(comparison))} that no compute hides "
                 f"({lost_ns / job.step_ns:.0%}), "
                 f"clocks aligned to {t.format_duration(job.joined.clocks.error_ns)}"
             )
@@ -252,18 +254,20 @@ class StragglerRank(Rule):
         if late_chance(job, rank) >= self.max_chance:
             yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
-                why=f"rank {study.numbers[rank]} arrives last at {last_count} of {collectives} "
+                why=f"rank {comparison.numbers[rank]} arrives last at {last_count} of {collectives} "
                 "collectives, which may be chance",
                 record="more steps",
             )
             return
 
-    def _build_finding(self, study: Study, deviation: Deviation, gain: JobGain | None) -> Finding:
-        subject = describe_subject(study.job, deviation)
-        finding = finding_of(study, deviation, gain, _build_title(subject, deviation))
+    def _build_finding(
+        self, comparison: RankComparison, deviation: Deviation, gain: JobGain | None
+    ) -> Finding:
+        subject = describe_subject(comparison.job, deviation)
+        finding = finding_of(comparison, deviation, gain, _build_title(subject, deviation))
         case = "imbalance that moves" if deviation.rank_varies else deviation.kind
         advice = self.case(case, ranks=subject) if case in self.cases else {}
-        if not any(summary.kernels for summary in study.job.summaries):
+        if not any(summary.kernels for summary in comparison.job.summaries):
             on_host = self.case("the ranks train on CPUs")
             advice = on_host if case == "compute" else on_host | advice
             if case == "imbalance":

@@ -16,8 +16,8 @@ from advisor.measure.ranks.outliers import describe_reason, describe_subject
 if TYPE_CHECKING:
     from advisor.core.rule import Per
     from advisor.measure.ranks.outliers import Deviation, JobMeasurements
+    from advisor.replay.ranks.rank_comparison import RankComparison
     from advisor.replay.ranks.ranks_replay import JobGain
-    from advisor.replay.ranks.study import Study
 
 MIN_READ_SHARE = 0.9
 """Minimum share of the job's ranks that must be read: an unread rank may be later still."""
@@ -25,17 +25,19 @@ MIN_READ_SHARE = 0.9
 WAIT_LABEL = "exposed wait of the others"
 
 
-def find_unit(study: Study) -> Per:
+def find_unit(comparison: RankComparison) -> Per:
     """Return the unit of the job's figures, such as per step."""
-    return unit_of(study.job.summaries[0].step_source)
+    return unit_of(comparison.job.summaries[0].step_source)
 
 
-def finding_of(study: Study, deviation: Deviation, gain: JobGain | None, title: str) -> Finding:
+def finding_of(
+    comparison: RankComparison, deviation: Deviation, gain: JobGain | None, title: str
+) -> Finding:
     """Build the finding of a deviation: evidence, places and edits, and the gain where the ranks
     are not replayed."""
     from advisor.measure.ranks.outliers import edits_of
 
-    job, result, per = study.job, study.job.waits, find_unit(study)
+    job, result, per = comparison.job, comparison.job.waits, find_unit(comparison)
     index, steps = list(deviation.members.rank_indices), max(1, len(job.profile.steps))
     subject = describe_subject(job, deviation)
     taken, lasts = int(result.collective_count[index].sum()), int(result.last_count[index].sum())

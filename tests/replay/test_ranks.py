@@ -186,7 +186,7 @@ def test_unchanged_steps_of_every_rank_are_replayed(
         assert rank_estimator.replayer.quality.step_error <= 0.02
         estimator, _ = estimate_ranks(ranks, number, rank_estimator)
         assert estimator is not None and len(estimator.ranks) == 2
-        assert abs(estimator.study.replay.error or 0.0) <= 0.02
+        assert abs(estimator.comparison.replay.error or 0.0) <= 0.02
 
 
 @pytest.mark.parametrize("comm", [900.0, 6000.0])

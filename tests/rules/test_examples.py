@@ -16,7 +16,7 @@ from advisor.core.rule import Rule
 from advisor.measure import Analysis
 from advisor.testing import TraceBuilder
 from tests.rules.guards import fires_without_threshold, guard_of
-from tests.rules.rank_rules import estimated_findings, study_of
+from tests.rules.rank_rules import comparison_of, estimated_findings
 
 RULES = load_rules(config={})
 IDS = [rule.id for rule in RULES]
@@ -87,7 +87,7 @@ def test_a_rule_is_silent_on_its_traps_for_the_reason_it_names(
     trap, guard = example
     seen = read(trap)
     assert [f.title for f in findings_of_rule(rule, seen) if has_gain_to_show(f.impact)] == []
-    subject: Any = study_of(seen) if isinstance(seen, dict) else seen
+    subject: Any = comparison_of(seen) if isinstance(seen, dict) else seen
     if guard in rule.options():
         assert fires_without_threshold(rule, guard, subject), f"fires with no {guard} either"
     else:

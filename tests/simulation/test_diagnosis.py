@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from advisor.core.ranks import Ranks
-from advisor.replay.ranks.study import study_ranks
+from advisor.replay.ranks.rank_comparison import compare_ranks
 from benchmarks.simulation.jobs import FAULTS, HEALTHY
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import Score, judge
@@ -18,9 +18,9 @@ RANKS = 32
 def diagnose_seed(seed: int, kind: str) -> Score:
     """Diagnose a small job and judge it by its truth; its report survives being sent."""
     played, truth = play(seed, RANKS, kind)
-    study = study_ranks(*summarize_all(played))
-    assert study is not None
-    ranks = study.ranks
+    comparison = compare_ranks(*summarize_all(played))
+    assert comparison is not None
+    ranks = comparison.ranks
     assert ranks.world == RANKS and len(ranks.lines) == RANKS - len(played.job.lost)
     assert msgspec.json.decode(msgspec.json.encode(ranks), type=Ranks) == ranks
     return judge(ranks, truth, played.job.cut)
@@ -37,9 +37,9 @@ def test_nearly_all_faults_are_reported_with_kind_and_location() -> None:
 def test_the_reported_cost_of_a_fault_is_about_right() -> None:
     for seed, kind in ((0, "slow_device"), (5, "slow_input"), (3, "slow_host")):
         played, truth = play(seed, RANKS, kind)
-        study = study_ranks(*summarize_all(played))
-        assert study is not None
-        score = judge(study.ranks, truth)
+        comparison = compare_ranks(*summarize_all(played))
+        assert comparison is not None
+        score = judge(comparison.ranks, truth)
         assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.3)
 
 

@@ -14,7 +14,7 @@ from advisor.replay.predictions import (
     job_ranges,
     shipped_predictions,
 )
-from advisor.replay.ranks.study import study_ranks
+from advisor.replay.ranks.rank_comparison import compare_ranks
 from benchmarks.simulation.programs import play
 from benchmarks.simulation.score import KIND, judge
 from benchmarks.simulation.summaries import summarize_all
@@ -32,10 +32,10 @@ from benchmarks.simulation.summaries import summarize_all
 )
 def test_predicted_is_true(kind: str, seed: int) -> None:
     played, truth = play(seed, 64, kind)
-    study = study_ranks(*summarize_all(played))
-    assert study is not None
-    assert study.ranks.replay_error == pytest.approx(0, abs=0.01)
-    score = judge(study.ranks, truth, played.job.cut)
+    comparison = compare_ranks(*summarize_all(played))
+    assert comparison is not None
+    assert comparison.ranks.replay_error == pytest.approx(0, abs=0.01)
+    score = judge(comparison.ranks, truth, played.job.cut)
     assert score.right, score.reported
     assert score.gain_ns == pytest.approx(truth.gain_ns, rel=0.05)
 

@@ -21,8 +21,8 @@ from advisor.replay.ranks.gains import (
     saving_change,
     without_collectives,
 )
+from advisor.replay.ranks.rank_comparison import RankComparison, compare_ranks
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain
-from advisor.replay.ranks.study import Study, study_ranks
 from advisor.replay.selection import is_communication
 from advisor.replay.window_replayer import GainRange
 
@@ -38,7 +38,7 @@ class RankSavings(NamedTuple):
     """Savings of a change on single ranks."""
 
     saved: dict[int, float]
-    """Savings of the ranks alone, ns per step, by index of the rank in the study."""
+    """Savings of the ranks alone, ns per step, by index of the rank in the comparison."""
     gain: GainRange
     """Gain on the shown rank alone."""
     reported_rank: bool
@@ -57,17 +57,17 @@ class RanksEstimator(GainEstimator):
     def __init__(
         self,
         own: GainEstimator,
-        study: Study,
+        comparison: RankComparison,
         rank: int,
         findings: Sequence[Finding] = (),
         of_rank: OfRank | None = None,
     ) -> None:
         self.own = own
-        self.study = study
-        self.place = study.summary_index(rank)
+        self.comparison = comparison
+        self.place = comparison.summary_index(rank)
         self._estimate = of_rank
         self.method, self.error, self.reason = own.method, own.error, own.reason
-        self.ranks = tuple(study.replayed)
+        self.ranks = tuple(comparison.replayed)
         self.unseen_loader = own.unseen_loader
         self._savings: dict[Key, RankSavings] = {}
         self._parts: dict[Key, tuple[Key, ...]] = {}
@@ -75,9 +75,9 @@ class RanksEstimator(GainEstimator):
         self._key_of: dict[Edit, Key] = {}
         self._saved: dict[tuple[Key, ...], float] = {}
         self._changes: dict[Key, JobChange] = {}
-        self._savings_by_rule = _collect_savings(study)
-        for deviation, gain in study.outliers:
-            key = tuple(edits_of(study.job, deviation))
+        self._savings_by_rule = _collect_savings(comparison)
+        for deviation, gain in comparison.outliers:
+            key = tuple(edits_of(comparison.job, deviation))
             self._deviations.setdefault(key, (deviation, gain))
             self._register(key)
         counts: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class RanksEstimator(GainEstimator):
         key = tuple(finding.edits)
         of_program = all(e.rank is None and not e.select.correlation for e in key)
         if of_program and self._estimate is not None:
-            missing = (each for each in enumerate(self.study.numbers) if each[0] not in saved)
+            missing = (each for each in enumerate(self.comparison.numbers) if each[0] not in saved)
             each = {place: self._estimate(number) for place, number in missing}
             saved = saved | {p: r.marginal(key, ()) for p, r in each.items() if r is not None}
         savings = RankSavings(saved, gain, own, finding.category in COMMUNICATION_CATEGORIES)
@@ -131,16 +131,16 @@ class RanksEstimator(GainEstimator):
     def _add_late_ranks(self, key: Key) -> None:
         """Add a change to ranks that keep others waiting and are not outliers."""
         named = [edit.rank for edit in key if edit.rank is not None]
-        places = [place for n in named if (place := self.study.summary_index(n)) is not None]
-        change = match_ranks_to_median(self.study.job, self.study.replay, places)
+        places = [place for n in named if (place := self.comparison.summary_index(n)) is not None]
+        change = match_ranks_to_median(self.comparison.job, self.comparison.replay, places)
         self._changes[key] = change
-        self._deviations[key] = (None, self.study.replay.gain(change))
+        self._deviations[key] = (None, self.comparison.replay.gain(change))
 
     def _add_edits(self, key: Key, *, communication: bool) -> None:
         """Add edits by which each rank saves time in its own replay."""
         saved: dict[int, float] = {}
         ranges: dict[int, GainRange] = {}
-        for place, number in enumerate(self.study.numbers):
+        for place, number in enumerate(self.comparison.numbers):
             is_own = place == self.place
             own_edits = tuple(
                 edit
@@ -176,7 +176,7 @@ class RanksEstimator(GainEstimator):
             if rule in rules or number:
                 continue
             place = sorted(saved, key=lambda index: (saved[index], index))[len(saved) // 2]
-            details = unpack_findings(self.study.job.summaries[place].details)
+            details = unpack_findings(self.comparison.job.summaries[place].details)
             finding = next((detail for detail in details if detail.rule == rule), None)
             if finding is None:
                 continue
@@ -216,7 +216,7 @@ class RanksEstimator(GainEstimator):
         if savings is None:
             return self.own.gain_range(edits)
         saved, alone = self._joint_gain(edits), savings.gain
-        replay = self.study.replay
+        replay = self.comparison.replay
         error = min(abs(replay.replayed_ns - replay.measured_ns), abs(saved))
         low, high = (
             saved * (end / alone.gain) if alone.gain > 0 else saved
@@ -271,13 +271,13 @@ class RanksEstimator(GainEstimator):
         if not keys:
             return 0.0
         if keys not in self._saved:
-            replay = self.study.replay
+            replay = self.comparison.replay
             change = combine_changes(replay, self._list_changes(keys))
             self._saved[keys] = replay.replayed_ns - replay.step(change)
         return self._saved[keys]
 
     def _list_changes(self, keys: Sequence[Key]) -> list[JobChange]:
-        job, replay = self.study.job, self.study.replay
+        job, replay = self.comparison.job, self.comparison.replay
         changes: list[JobChange] = []
         applied: list[Edit] = []
         for key in keys:
@@ -307,10 +307,10 @@ class RanksEstimator(GainEstimator):
     def _without_collectives(self, key: Key) -> JobChange | None:
         """Return the job without the collectives that all edits of a finding remove, or ``None`` if
         an edit selects something else."""
-        parts = [without_collectives(self.study.replay, edit) for edit in key]
+        parts = [without_collectives(self.comparison.replay, edit) for edit in key]
         if not parts or None in parts:
             return None
-        return combine_changes(self.study.replay, [part for part in parts if part is not None])
+        return combine_changes(self.comparison.replay, [part for part in parts if part is not None])
 
 
 def _find_own_gain(finding: Finding) -> GainRange | None:
@@ -329,10 +329,10 @@ def _find_own_gain(finding: Finding) -> GainRange | None:
     )
 
 
-def _collect_savings(study: Study) -> defaultdict[tuple[str, int], dict[int, float]]:
+def _collect_savings(comparison: RankComparison) -> defaultdict[tuple[str, int], dict[int, float]]:
     """Return each rank's own saving, by rule and by the finding's number within the rule."""
     result: defaultdict[tuple[str, int], dict[int, float]] = defaultdict(dict)
-    for place, summary in enumerate(study.job.summaries):
+    for place, summary in enumerate(comparison.job.summaries):
         counts: Counter[str] = Counter()
         for advice in summary.findings:
             result[advice.rule, counts[advice.rule]][place] = advice.gain_ns or 0.0
@@ -345,11 +345,11 @@ def estimate_ranks(
 ) -> tuple[RanksEstimator | None, str]:
     """Return the estimator for changes to a job's ranks, shown for one rank with its ``own``
     estimator. ``None``, with the reason, if they cannot be replayed together."""
-    study = study_ranks([summarize_rank(a, number) for number, a in analyses.items()])
-    if study is None or study.summary_index(rank) is None:
+    comparison = compare_ranks([summarize_rank(a, number) for number, a in analyses.items()])
+    if comparison is None or comparison.summary_index(rank) is None:
         return None, "they belong to different runs"
-    if study.replay.reason:
-        return None, study.replay.reason
+    if comparison.replay.reason:
+        return None, comparison.replay.reason
     estimators = {rank: own}
 
     def of_rank(number: int) -> GainEstimator | None:
@@ -357,4 +357,4 @@ def estimate_ranks(
             estimators[number] = estimator_for(analyses[number], number)
         return estimators[number]
 
-    return RanksEstimator(own, study, rank, of_rank=of_rank), ""
+    return RanksEstimator(own, comparison, rank, of_rank=of_rank), ""

@@ -31,7 +31,7 @@ from advisor.measure.ranks.summary_schema import (
 )
 from advisor.render.formats import REPORTS
 from advisor.replay.ranks.estimator import RanksEstimator
-from advisor.replay.ranks.study import study_ranks
+from advisor.replay.ranks.rank_comparison import compare_ranks
 from advisor.rules.distributed.straggler_rank import StragglerRank
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -68,9 +68,9 @@ def no_extra_work(rank: int, step: int, piece: int) -> list[Item]:
 
 def diagnose(summaries: Sequence[RankSummary], unread: Sequence[UnreadRank] = ()) -> Ranks:
     """Return what the diagnosis says of these ranks."""
-    study = study_ranks(summaries, unread)
-    assert study is not None
-    return study.ranks
+    comparison = compare_ranks(summaries, unread)
+    assert comparison is not None
+    return comparison.ranks
 
 
 def diagnose_job(
@@ -237,9 +237,9 @@ def test_single_pause_is_reported_without_a_straggler() -> None:
         return [Work(40 * MS, "idle: python")] if (rank, step, piece) == (5, 2, 0) else []
 
     def straggler_messages(extra: Extra) -> list[str]:
-        study = study_ranks(run(RANKS, STEPS, data_parallel(extra)).summaries)
-        assert study is not None and not study.outliers
-        outcomes = StragglerRank().check_run(study)
+        comparison = compare_ranks(run(RANKS, STEPS, data_parallel(extra)).summaries)
+        assert comparison is not None and not comparison.outliers
+        outcomes = StragglerRank().check_run(comparison)
         skipped = [item for item in outcomes if isinstance(item, SkippedCheck)]
         return [f"{item.what}: {item.why}" for item in skipped]
 
@@ -250,9 +250,9 @@ def test_single_pause_is_reported_without_a_straggler() -> None:
 
 
 def test_pipeline_gain_assumes_rebalanced_stages() -> None:
-    study = study_ranks(pipeline(0.4).summaries)
-    assert study is not None
-    (finding,) = StragglerRank().check_run(study)
+    comparison = compare_ranks(pipeline(0.4).summaries)
+    assert comparison is not None
+    (finding,) = StragglerRank().check_run(comparison)
     assert isinstance(finding, Finding)
     assert "rebalanced stages" in finding.assumptions[0]
 
@@ -271,13 +271,15 @@ def test_gain_of_waiting_ranks_is_no_gain_of_the_job() -> None:
             data_parallel(slower_rank),
             findings=lambda rank: [advice] if rank in who else [],
         )
-        study = study_ranks(ran.summaries)
-        assert study is not None
+        comparison = compare_ranks(ran.summaries)
+        assert comparison is not None
         impact = Impact(currency="step_time", gain_ns=round(2 * MS * (0 in who)))
         finding = Finding(
             rule="launch-bound", summary="", category="host", edits=[SYNC], impact=impact
         )
-        estimator = RanksEstimator(cast("Any", SimpleNamespace(**NO_REPLAY)), study, 0, [finding])
+        estimator = RanksEstimator(
+            cast("Any", SimpleNamespace(**NO_REPLAY)), comparison, 0, [finding]
+        )
         assert estimator.ranks_with("launch-bound") == len(who)
         return estimator.gain_range(finding.edits).gain
 
@@ -301,8 +303,8 @@ def test_fix_applies_to_ranks_where_its_rule_is_silent() -> None:
         data_parallel(no_extra_work),
         findings=lambda rank: [advice] if rank % 2 == 0 else [],
     )
-    study = study_ranks(ran.summaries)
-    assert study is not None
+    comparison = compare_ranks(ran.summaries)
+    assert comparison is not None
     impact = Impact(currency="step_time", gain_ns=2 * MS)
 
     def gain(edit: Edit, saved: float | None) -> float:
@@ -312,7 +314,7 @@ def test_fix_applies_to_ranks_where_its_rule_is_silent() -> None:
         replay_stub = cast("Any", SimpleNamespace(**NO_REPLAY))
         other = None if saved is None else make_estimator(saved)
         return (
-            RanksEstimator(replay_stub, study, 0, [finding], lambda rank: other)
+            RanksEstimator(replay_stub, comparison, 0, [finding], lambda rank: other)
             .gain_range([edit])
             .gain
         )
@@ -332,8 +334,8 @@ def test_hiding_communication_gains_at_most_the_least_of_a_rank() -> None:
     uneven = data_parallel(no_extra_work, noise=0.3)
     for program, waits in ((slow, False), (uneven, True)):
         ran = run(RANKS, STEPS, program)
-        study = study_ranks(ran.summaries)
-        assert study is not None
+        comparison = compare_ranks(ran.summaries)
+        assert comparison is not None
         exposed = {place: s.time["communication"] for place, s in enumerate(ran.summaries)}
         impact = Impact(currency="step_time", gain_ns=round(exposed[0]), high_ns=round(exposed[0]))
         edit = Edit(op="overlap", select=Select(on="gpu", family=("communication",)))
@@ -346,7 +348,7 @@ def test_hiding_communication_gains_at_most_the_least_of_a_rank() -> None:
         )
         estimator = RanksEstimator(
             cast("Any", SimpleNamespace(**NO_REPLAY)),
-            study,
+            comparison,
             0,
             [finding],
             lambda rank, of=exposed: make_estimator(of[rank]),
@@ -355,7 +357,7 @@ def test_hiding_communication_gains_at_most_the_least_of_a_rank() -> None:
         transfers = PIECES * 0.2 * MS
         assert gain.gain == pytest.approx(transfers, rel=0.02)
         assert gain.high <= min(exposed.values()) * 1.01 + 2 * abs(
-            study.replay.replayed_ns - study.replay.measured_ns
+            comparison.replay.replayed_ns - comparison.replay.measured_ns
         )
         assert (gain.high > 1.2 * transfers) == waits
 
@@ -398,7 +400,7 @@ def test_rank_with_several_files_counts_once() -> None:
 
 
 def test_no_ranks_and_a_rank_without_collectives() -> None:
-    assert study_ranks([]) is None
+    assert compare_ranks([]) is None
     lone = RankSummary(rank=0, path="a.json", step_ns=0.0)
     report = diagnose([lone])
     assert report.step is None

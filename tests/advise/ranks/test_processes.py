@@ -128,10 +128,10 @@ def test_ranks_in_an_archive_are_fetched_by_the_workers(job_folder: Any, tmp_pat
 def test_comparison_failure_is_one_line_error(
     job_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def study(*_: object, **__: object) -> None:
+    def comparison(*_: object, **__: object) -> None:
         raise ValueError("zero-size\narray")
 
-    monkeypatch.setattr("advisor.replay.ranks.study.study_ranks", study)
+    monkeypatch.setattr("advisor.replay.ranks.rank_comparison.compare_ranks", comparison)
     with pytest.raises(AdvisorError, match=r"cannot be compared, .*ValueError: zero-size array"):
         job_folder.analyze("0-1", workers=1)
 

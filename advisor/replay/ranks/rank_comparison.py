@@ -1,4 +1,4 @@
-"""Study of the summaries of a job's ranks: which ranks differ, and how much a change saves the job.
+"""Comparison of the ranks of a job by their summaries: which differ, and what a change saves the job.
 
 Two ranks and 1,024 ranks take the same way: they are matched, put on one clock, searched for
 outliers and replayed, by whole columns."""
@@ -58,7 +58,7 @@ MAX_SIGNIFICANCE = 0.9999
 
 
 @dataclass(frozen=True)
-class Study:
+class RankComparison:
     """Ranks of a job, compared and replayable."""
 
     job: JobMeasurements
@@ -307,9 +307,9 @@ class Study:
         return result
 
 
-def study_ranks(
+def compare_ranks(
     summaries: Sequence[RankSummary], unread: Sequence[UnreadRank] = ()
-) -> Study | None:
+) -> RankComparison | None:
     """Compare the ranks of one job and prepare their replay. ``None`` if there is no rank.
 
     Raises AdvisorError if a summary's columns do not belong together."""
@@ -319,7 +319,9 @@ def study_ranks(
     joined, own = match_collectives(ordered), profile_ranks(ordered)
     stage = find_stages(joined, len(ordered), len(own.steps))
     job = JobMeasurements(ordered, own, joined, measure_waits(joined), stage, RankTopology(ordered))
-    return Study(job, RanksReplay(ordered, own, joined), _group_missing([*unread, *others]), notes)
+    return RankComparison(
+        job, RanksReplay(ordered, own, joined), _group_missing([*unread, *others]), notes
+    )
 
 
 def _group_missing(unread: Sequence[UnreadRank]) -> tuple[MissingRanks, ...]:

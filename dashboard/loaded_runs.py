@@ -21,7 +21,7 @@ from advisor.core.run_directory import STEPS
 from advisor.core.trace import Run
 from advisor.dashboard.live_run import Follower
 from advisor.measure import Analysis
-from advisor.measure.steps.step_records import RunSummary
+from advisor.measure.steps.run_steps import RunSummary
 
 if TYPE_CHECKING:
     from advisor.advise.ranks.job import RanksDone

@@ -67,12 +67,12 @@ def write_host_verdict(
         why = f"The recording has {calls} but no kernel: the profiler lost all GPU work."
         warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=3")
         action = f"Record again after a warm-up{warm}."
-    on_host = a.record is not None and a.trains_on_host and not meta.truncated
+    on_host = a.rank_record is not None and a.trains_on_host and not meta.truncated
     if on_host:
         why = f"The program {_choose_verb(report)} on the CPU."
     elif report.scope.step_source == "record":
         why, action = "No window was profiled.", "GPU bottlenecks are unknown."
-        unseen = "" if a.recorded is None else describe_unseen_end(a.recorded)
+        unseen = "" if a.run_steps is None else describe_unseen_end(a.run_steps)
         if unseen:
             return "limited", f"{why} {unseen}"
     share, part = _name_longest_on_host(report, top)
@@ -123,7 +123,7 @@ def _describe_host_steps(report: Report, a: Analysis, of_step: str, rules: Seque
         shown = t.list_names(f"{name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
         of_run = " of the run's steps" * (report.scope.step_source != "record")
         parts.append(f"Longest phases{of_run}: {shown}.")
-    line = None if a.recorded is None else hottest_in_modules(a.recorded.stacks)
+    line = None if a.run_steps is None else hottest_in_modules(a.run_steps.stacks)
     if line is not None:
         place = line.location
         parts.append(
@@ -183,13 +183,13 @@ _WAITING_PHASES = ("data", *LOOP_PHASES)
 def _name_slow_phase(report: Report, a: Analysis) -> str:
     """Name the phase that makes slow steps long, or say that none does. Empty if slow steps take
     little of the time, or if the phases do not show it."""
-    slow, recorded = find_slow_steps(report), a.recorded
-    if slow is None or slow.share < MIN_SLOW_SHARE or recorded is None or recorded.host_is_ahead:
+    slow, run_steps = find_slow_steps(report), a.run_steps
+    if slow is None or slow.share < MIN_SLOW_SHARE or run_steps is None or run_steps.host_is_ahead:
         return ""
-    rows = np.isin([step.n for step in recorded.steps], slow.numbers)
+    rows = np.isin([step.n for step in run_steps.steps], slow.numbers)
     excess = {
-        name: float(np.maximum(0.0, ns[rows] - np.median(ns[recorded.used])).sum())
-        for name, ns in recorded.phases.items()
+        name: float(np.maximum(0.0, ns[rows] - np.median(ns[run_steps.used])).sum())
+        for name, ns in run_steps.phases.items()
     }
     name, total = max(excess, key=lambda key: excess[key], default=""), sum(excess.values())
     if not total or excess[name] <= total / 2:
@@ -208,10 +208,10 @@ def _name_waiting_phase(report: Report, a: Analysis) -> str:
     if waiting is None or waiting.share < MIN_WAITING_SHARE:
         return ""
     sentence = f"{t.upper_first(name_phase(waiting.name))} takes {t.format_share(waiting.share)}"
-    recorded = a.recorded
-    if recorded is not None and waiting.name in recorded.phases:
-        used = recorded.used
-        later = recorded.later_half_mean(recorded.phases[waiting.name][used])
+    run_steps = a.run_steps
+    if run_steps is not None and waiting.name in run_steps.phases:
+        used = run_steps.used
+        later = run_steps.later_half_mean(run_steps.phases[waiting.name][used])
         if later < MIN_WAITING_SHARE * waiting.ns:
             return (
                 f"{sentence} of the run's steps, mostly in their first half: the program or the "

@@ -29,7 +29,7 @@ from advisor.core.report_steps import StepTime
 from advisor.core.rule import Evidence, Rule
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import device_waits
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.replay.estimators import REPLAY, BoundEstimator, GainEstimator
 from advisor.replay.exposed_time import (
     leaves_device_work,
@@ -296,14 +296,14 @@ def without_gain(
         reason = f"the fix gains little by itself, as {reason} ({share} of the critical path)"
         why = ""
         if part == "host" and a.device_id is None:
-            free = None if a.recorded is None else a.recorded.free_cores
+            free = None if a.run_steps is None else a.run_steps.free_cores
             if free is None or free >= 1 or finding.edits[0].op != "parallelize":
                 continue
             reason = "no core is free"
             why = f"Other processes do not shorten the {a.per}: {reason} for them."
         elif part == "loader" and finding.edits[0].op == "parallelize":
             # work moved to workers takes the cores that the step computes on
-            cores = "" if a.recorded is None else _describe_used_cores(a.recorded)
+            cores = "" if a.run_steps is None else _describe_used_cores(a.run_steps)
             reason = cores or "how many cores are free is not recorded"
             why = (
                 f"In the replay, workers do not shorten the {a.per}: {reason}. Make the loading "
@@ -331,9 +331,9 @@ def _describe_gain_after(
     return "; it may gain more after the fixes above: measure again then"
 
 
-def _describe_used_cores(recorded: StepRecords) -> str:
+def _describe_used_cores(run_steps: RunSteps) -> str:
     """Say how many cores the run used: ``1.9 of 2 cores are used``. Empty if unknown."""
-    cores, free = recorded.record.rank.cpus, recorded.free_cores
+    cores, free = run_steps.rank_record.rank.cpus, run_steps.free_cores
     return "" if cores is None or free is None else f"{cores - free:.1f} of {cores} cores are used"
 
 
@@ -343,7 +343,7 @@ def _describe_used_cores(recorded: StepRecords) -> str:
 def limit_to_cores(findings: Sequence[Finding], a: Analysis) -> list[Finding]:
     """Set the number of worker processes in findings that move work to them, to what the step needs
     after all fixes. Fewer cores limit the gain."""
-    cores = None if a.record is None else a.record.rank.cpus
+    cores = None if a.rank_record is None else a.rank_record.rank.cpus
     left = a.step_ns - sum(f.marginal_gain_ns or 0 for f in findings if not f.other_rank)
     result = []
     for finding in findings:
@@ -437,8 +437,8 @@ RECORDED_PHASES = ("data", "forward", "backward", "optimizer")
 def _limit_to_phases(finding: Finding, a: Analysis, step: StepTime | None) -> Finding:
     """Limit a gain and its range on a CPU to the time that the run's own step spends in the phases
     whose work the fix changes. Other programs may delay any phase of a short window."""
-    recorded, impact = a.recorded, finding.impact
-    if step is None or recorded is None or a.device_id is not None or not finding.edits:
+    run_steps, impact = a.run_steps, finding.impact
+    if step is None or run_steps is None or a.device_id is not None or not finding.edits:
         return finding
     if impact is None or impact.is_job_gain or not impact.gain_ns:
         return finding
@@ -457,7 +457,7 @@ def _limit_to_phases(finding: Finding, a: Analysis, step: StepTime | None) -> Fi
     for phase in RECORDED_PHASES:
         is_phase = (a.trace.cpu["name"] == f"{t.RECORDER_RANGE}{phase}").fill_null(False)
         spans = intersect(intervals_of(a.trace.cpu, is_phase), other_spans)
-        phase_ns = step.reference_ns * (recorded.share(phase) or 0.0)
+        phase_ns = step.reference_ns * (run_steps.share(phase) or 0.0)
         limit += changed_in_run(spans, phase_ns)
         other_spans, other_ns = subtract(other_spans, spans), other_ns - phase_ns
     limit += changed_in_run(other_spans, max(0.0, other_ns))
@@ -629,7 +629,7 @@ def _convert_to_run(finding: Finding, step: StepTime | None, a: Analysis, of_ns:
 
 def _ended_page_faults(a: Analysis, work_ns: float) -> float:
     """Return the share of this work in the page faults that the window ended, ns per step."""
-    saved_ns = None if a.recorded is None else a.recorded.saved_by_window
+    saved_ns = None if a.run_steps is None else a.run_steps.saved_by_window
     return (saved_ns or 0.0) * min(1.0, work_ns / a.step_ns)
 
 
@@ -644,7 +644,7 @@ def _sampling_error(a: Analysis) -> float:
     steps = a.steps.used["dur"].to_numpy().astype(float)
     known = steps
     if len(steps) < MIN_SAMPLED_STEPS:
-        known = np.array([]) if a.recorded is None else a.recorded.dur[a.recorded.used]
+        known = np.array([]) if a.run_steps is None else a.run_steps.dur[a.run_steps.used]
     if len(known) < MIN_SAMPLED_STEPS:
         return 0.0
     return min(1.0, 1.28 * float(known.std(ddof=1)) / (sqrt(len(steps)) * float(known.mean())))
@@ -690,18 +690,18 @@ the run's steps."""
 def _match_loading(finding: Finding, a: Analysis) -> Finding:
     """Limit a loader fix's gain to the time that the run's own steps spend on getting data. If that
     is clearly more than in the window's steps, scale the gain up."""
-    impact, recorded = finding.impact, a.recorded
-    share = None if recorded is None else recorded.share("data")
-    if recorded is None or share is None or not any(e.op == "parallelize" for e in finding.edits):
+    impact, run_steps = finding.impact, a.run_steps
+    share = None if run_steps is None else run_steps.share("data")
+    if run_steps is None or share is None or not any(e.op == "parallelize" for e in finding.edits):
         return finding
     if impact is None or impact.currency != "step_time" or impact.gain_ns is None:
         return finding
-    step = recorded.median or 0.0
+    step = run_steps.median or 0.0
     if not step:
         return finding
     max_gain = round(share * step)
     inside = _loading_share(a)
-    if inside and share > MIN_LOADING_RATIO * inside and recorded.used.sum() >= MIN_RUN_STEPS:
+    if inside and share > MIN_LOADING_RATIO * inside and run_steps.used.sum() >= MIN_RUN_STEPS:
         finding = _scale_gain(finding, share / inside)
         evidence = Evidence("getting data, in the run's own steps", share * step, "ns", per="step")
         finding = replace(finding, evidence=[evidence, *finding.evidence])

@@ -19,7 +19,7 @@ from advisor.core.trace import CUDA, JAX, PYTORCH, TENSORFLOW, TraceMeta
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.inference.annotations import FORWARD, TRANSFORMERS
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.read.reader import Tool
 from advisor.read.registry import find_tool
 
@@ -110,23 +110,23 @@ _VARIABLE_PATTERN = re.compile(r"^(?:# shell: )?export (\w+)=(\S+)")
 
 def without_known_settings(finding: Finding, a: Analysis) -> Finding:
     """Remove lines of a finding's code whose settings the recorder already saw in the run."""
-    if a.recorded is None or not finding.code:
+    if a.run_steps is None or not finding.code:
         return finding
     lines = finding.code.split("\n")
-    kept = [line for line in lines if not _is_set(line, a.recorded)]
+    kept = [line for line in lines if not _is_set(line, a.run_steps)]
     if len(kept) == len(lines):
         return finding
     has_code = any(line and not line.startswith("#") for line in kept)
     return replace(finding, code="\n".join(kept).strip("\n") if has_code else "")
 
 
-def _is_set(line: str, recorded: StepRecords) -> bool:
+def _is_set(line: str, run_steps: RunSteps) -> bool:
     if switch := _SWITCH_PATTERN.match(line):
-        return str(recorded.flag(switch[1])) == switch[2]
+        return str(run_steps.flag(switch[1])) == switch[2]
     if precision := _PRECISION_PATTERN.match(line):
-        return bool(recorded.flag("float32_matmul_precision") == precision[1])
+        return bool(run_steps.flag("float32_matmul_precision") == precision[1])
     variable = _VARIABLE_PATTERN.match(line)
-    return variable is not None and recorded.record.rank.env.get(variable[1]) == variable[2]
+    return variable is not None and run_steps.rank_record.rank.env.get(variable[1]) == variable[2]
 
 
 # -- what would have to be recorded ----------------------------------------------------------------
@@ -152,7 +152,7 @@ def tool_of(meta: TraceMeta) -> Tool | None:
 def how_to_record_more(option: str, a: Analysis) -> str:
     """Translate a PyTorch profiler option for the tool of an analysed trace. If the trace has
     ranges, ask for ranges where they are missing."""
-    instruction = how_to_record(option, a.trace.meta, recorder=a.record is not None)
+    instruction = how_to_record(option, a.trace.meta, recorder=a.rank_record is not None)
     has_ranges = tool_of(a.trace.meta) is not None and (a.trace.cpu["kind"] == "annotation").any()
     return (
         instruction.replace(_RANGES, "more NVTX ranges, where they are missing", 1)

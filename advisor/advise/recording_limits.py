@@ -23,8 +23,8 @@ from advisor.core.trace import ANOTHER_TRACE, DEVICE_STEPS, JAX, Run, Trace, Tra
 from advisor.measure import Analysis
 from advisor.measure.device.families import MATRIX
 from advisor.measure.host.names import name_matches
+from advisor.measure.steps.run_steps import MIN_DEVICE_TIMED, RunSteps
 from advisor.measure.steps.step_differences import CAPTURE, LOADING, MAX_BUSY
-from advisor.measure.steps.step_records import MIN_DEVICE_TIMED, StepRecords
 from advisor.measure.steps.steps import recorded_extent
 from advisor.measure.steps.unmarked_steps import range_groups
 
@@ -88,7 +88,7 @@ def list_limits(a: Analysis, run: Run) -> list[Limit]:
         kept = t.count_noun(meta.events_read, "event")
         result.append(Limit(f"The file is cut off{damage}: {kept} kept.", "cut off"))
     # a recording says whether its machine has a GPU: where there is none, nothing is missing
-    on_host = a.record is not None and a.trains_on_host
+    on_host = a.rank_record is not None and a.trains_on_host
     if a.trace.gpu.is_empty() and (not on_host or count_launches(a.trace)):
         result.append(Limit(_explain_missing_device_work(a.trace), "no GPU work"))
     result += _list_window_limits(a)
@@ -530,22 +530,23 @@ def _find_step_extremes(a: Analysis) -> tuple[int, int]:
 def _explain_steps_before_window(a: Analysis) -> list[Limit]:
     """Say that only steps before the window count, because it ended page faults. Empty if it did
     not."""
-    recorded = a.recorded
-    if recorded is None or recorded.saved_by_window is None:
+    run_steps = a.run_steps
+    if run_steps is None or run_steps.saved_by_window is None:
         return []
     return [
         Limit(
-            f"Only the {t.count_noun(recorded.count, 'step')} before the profiled window count for "
-            f"the run's step. Steps after it take {t.format_duration(recorded.saved_by_window)} "
-            "less: the window ended page faults, which the program has without a profiler."
+            f"Only the {t.count_noun(run_steps.count, 'step')} before the profiled window count "
+            f"for the run's step. Steps after it take "
+            f"{t.format_duration(run_steps.saved_by_window)} less: the window ended page faults, "
+            "which the program has without a profiler."
         )
     ]
 
 
 def _explain_unknown_step(a: Analysis) -> list[Limit]:
     """Say that the run's own step time is unknown. Empty if it is known."""
-    recorded = a.recorded
-    if recorded is None or recorded.median is not None or not recorded.host_is_ahead:
+    run_steps = a.run_steps
+    if run_steps is None or run_steps.median is not None or not run_steps.host_is_ahead:
         return []
     return [
         Limit(
@@ -559,9 +560,9 @@ def _explain_unknown_step(a: Analysis) -> list[Limit]:
 
 def _list_record_limits(a: Analysis) -> list[Limit]:
     """List what a record without a profiled window cannot show."""
-    recorded = a.recorded
-    assert recorded is not None
-    windows = window_lines(recorded.record.events_of("window"))
+    run_steps = a.run_steps
+    assert run_steps is not None
+    windows = window_lines(run_steps.rank_record.events_of("window"))
     done = [line.removesuffix(DONE) for line in windows if line.endswith(DONE)]
     lack = f"The trace of {', '.join(done)} is missing" if done else "No window was profiled"
     result = [
@@ -572,21 +573,21 @@ def _list_record_limits(a: Analysis) -> list[Limit]:
         )
     ]
     result += [Limit(f"{line}.") for line in windows if not line.endswith(DONE)]
-    if not recorded.record.has_ended:
+    if not run_steps.rank_record.has_ended:
         killed = "The run was killed or is still going on: figures cover it up to its last step."
         result.append(Limit(killed))
-    if unseen := describe_unseen_end(recorded):
+    if unseen := describe_unseen_end(run_steps):
         result.append(Limit(unseen))
-    if not recorded.steps:
+    if not run_steps.steps:
         result.append(Limit("No step was recorded."))
-    elif not recorded.used.any():
+    elif not run_steps.used.any():
         result.append(Limit("No step without a profiler was recorded."))
     return result
 
 
-def describe_unseen_end(recorded: StepRecords) -> str:
+def describe_unseen_end(run_steps: RunSteps) -> str:
     """Say how much of the run follows its last step. Empty if that is little."""
-    ns, share = recorded.unseen_end
+    ns, share = run_steps.unseen_end
     if share < MIN_UNSEEN_SHARE or ns < MIN_UNSEEN_NS:
         return ""
     return (

@@ -24,7 +24,7 @@ from advisor.core.intervals import covered_length, intervals_of
 from advisor.core.prices import HOUR_NS, Cost, EnergyUse, FixCost, Prices, RankEnergy
 from advisor.core.ranks import FEW_RANKS, RankLine, Ranks, format_ranks
 from advisor.core.report import Input, Scope
-from advisor.core.report_steps import Phase, RecordedSteps, StepDurations, StepTime
+from advisor.core.report_steps import Phase, RunStepFigures, StepDurations, StepTime
 from advisor.core.report_time import (
     Family,
     HostShare,
@@ -168,21 +168,21 @@ def _measure_recorded_time(a: Analysis) -> int | None:
 
 def _build_recorded_scope(a: Analysis) -> Scope:
     """Return the scope of a run without a profiled window: the recorder's own steps."""
-    recorded = a.recorded
-    assert recorded is not None
-    dur = recorded.timed_durations
-    device = next(iter(recorded.record.rank.devices), None)
+    run_steps = a.run_steps
+    assert run_steps is not None
+    dur = run_steps.timed_durations
+    device = next(iter(run_steps.rank_record.rank.devices), None)
     return Scope(
         rank=a.trace.meta.rank,
         step_source="record",
-        steps_found=len(recorded.steps),
-        steps_used=recorded.count,
+        steps_found=len(run_steps.steps),
+        steps_used=run_steps.count,
         outliers=[],
         span_ns=int(dur.sum()),
         step_ns=a.step_ns,
         step_min_ns=int(dur.min()) if len(dur) else 0,
         step_max_ns=int(dur.max()) if len(dur) else 0,
-        step_median_ns=recorded.median or 0.0,
+        step_median_ns=run_steps.median or 0.0,
         device=None if device is None else device.index,
         device_name=None if device is None else device.name,
         device_known=False,
@@ -312,40 +312,40 @@ def _list_sampled_functions(a: Analysis, cause: str) -> list[SampledFunction]:
     ]
 
 
-def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedSteps | None:
+def build_recorded_view(a: Analysis, program: str | None = None) -> RunStepFigures | None:
     """Return what the recorder measured of every step, or ``None`` for a trace alone."""
-    recorded = a.recorded
-    if recorded is None:
+    run_steps = a.run_steps
+    if run_steps is None:
         return None
     phases = [
-        Phase(name, float(values[recorded.used].mean()), recorded.share(name) or 0.0)
-        for name, values in recorded.phases.items()
-        if values[recorded.used].any()
+        Phase(name, float(values[run_steps.used].mean()), run_steps.share(name) or 0.0)
+        for name, values in run_steps.phases.items()
+        if values[run_steps.used].any()
     ]
-    end = next(reversed(recorded.record.events_of("end")), None)
-    total_ns = recorded.after_first_ns
-    return RecordedSteps(
-        steps=len(recorded.steps),
-        used=recorded.count,
-        median_ns=recorded.median,
-        mean_ns=recorded.mean,
-        p99_ns=recorded.quantile(0.99) if recorded.count >= 100 else None,
-        profiled_steps=int(recorded.profiled.sum()),
-        profiled_median_ns=recorded.median_of(recorded.active),
-        profiler_overhead=recorded.profiler_overhead(recorded.active),
+    end = next(reversed(run_steps.rank_record.events_of("end")), None)
+    total_ns = run_steps.after_first_ns
+    return RunStepFigures(
+        steps=len(run_steps.steps),
+        used=run_steps.count,
+        median_ns=run_steps.median,
+        mean_ns=run_steps.mean,
+        p99_ns=run_steps.quantile(0.99) if run_steps.count >= 100 else None,
+        profiled_steps=int(run_steps.profiled.sum()),
+        profiled_median_ns=run_steps.median_of(run_steps.active),
+        profiler_overhead=run_steps.profiler_overhead(run_steps.active),
         phases=phases,
-        samples_per_second=recorded.samples_per_second,
-        samples_per_step=recorded.samples_per_step,
-        inference=recorded.inference,
-        outside_ns=None if recorded.inference else recorded.outside_steps_ns,
+        samples_per_second=run_steps.samples_per_second,
+        samples_per_step=run_steps.samples_per_step,
+        inference=run_steps.inference,
+        outside_ns=None if run_steps.inference else run_steps.outside_steps_ns,
         outside_share=None
-        if recorded.inference or not total_ns
-        else recorded.outside_steps_ns / total_ns,
+        if run_steps.inference or not total_ns
+        else run_steps.outside_steps_ns / total_ns,
         other_programs_ns=None
-        if recorded.mean is None or recorded.other_programs_share is None
-        else recorded.other_programs_share * recorded.mean,
+        if run_steps.mean is None or run_steps.other_programs_share is None
+        else run_steps.other_programs_share * run_steps.mean,
         ended=None if end is None else str(end.get("reason", "finished"))[:100],
-        windows=window_lines(recorded.record.events_of("window")),
+        windows=window_lines(run_steps.rank_record.events_of("window")),
         program=program,
     )
 
@@ -353,12 +353,12 @@ def build_recorded_view(a: Analysis, program: str | None = None) -> RecordedStep
 def step_durations(a: Analysis) -> list[StepDurations]:
     """Return the durations of the used steps, from the recorder and from the trace."""
     result = []
-    recorded = a.recorded
-    if recorded is not None:
-        is_training = np.array([not step.evaluation for step in recorded.steps], dtype=bool)
-        rows = np.flatnonzero(recorded.timed & is_training)
-        numbers = [recorded.steps[row].n for row in rows]
-        lengths = recorded.durations[rows].astype(np.int64).tolist()
+    run_steps = a.run_steps
+    if run_steps is not None:
+        is_training = np.array([not step.evaluation for step in run_steps.steps], dtype=bool)
+        rows = np.flatnonzero(run_steps.timed & is_training)
+        numbers = [run_steps.steps[row].n for row in rows]
+        lengths = run_steps.durations[rows].astype(np.int64).tolist()
         result.append(_build_durations("recorder", numbers, lengths))
     if a.steps.source != "whole trace":
         result.append(_build_durations("trace", _number_steps(a), a.steps.used["dur"].to_list()))
@@ -395,11 +395,11 @@ def energy_use(analyses: Mapping[int, Analysis]) -> EnergyUse | None:
     rank_energies: list[RankEnergy] = []
     boards: dict[str, RankEnergy] = {}
     for number, a in analyses.items():
-        item = None if a.recorded is None else step_energy(a.recorded, number)
-        if item is None or a.recorded is None:
+        item = None if a.run_steps is None else step_energy(a.run_steps, number)
+        if item is None or a.run_steps is None:
             continue
         rank_energies.append(item)
-        boards.setdefault(a.recorded.uuid or f"rank {number}", item)  # ranks may share a GPU
+        boards.setdefault(a.run_steps.uuid or f"rank {number}", item)  # ranks may share a GPU
     if not rank_energies:
         return None
     is_complete = len(rank_energies) == len(analyses)
@@ -448,13 +448,13 @@ def _measure_run_time(run: Run, report: Report) -> float | None:
     """Return the time from the reported rank's first step to the end of its last, ns."""
     if run.recording is None:
         return None
-    from advisor.measure.steps.step_records import StepRecords
+    from advisor.measure.steps.run_steps import RunSteps
 
     record = run.recording.ranks.get(report.scope.rank or 0)
-    recorded = None if record is None else StepRecords(record)
-    if recorded is None or not len(recorded.ts):
+    run_steps = None if record is None else RunSteps(record)
+    if run_steps is None or not len(run_steps.ts):
         return None
-    return float((recorded.ts + recorded.dur).max() - recorded.ts.min())
+    return float((run_steps.ts + run_steps.dur).max() - run_steps.ts.min())
 
 
 def build_ranks_view(
@@ -502,10 +502,10 @@ the run's median: the quarter at either end."""
 
 def step_time(a: Analysis) -> StepTime | None:
     """Return the run's step time, or ``None`` for a trace alone, without steps, or with too few."""
-    recorded = a.recorded
-    if recorded is None or recorded.step_time is None:
+    run_steps = a.run_steps
+    if run_steps is None or run_steps.step_time is None:
         return None
-    result = copy(recorded.step_time)
+    result = copy(run_steps.step_time)
     run_ns = result.ns
     if a.record_only:
         return result
@@ -514,14 +514,14 @@ def step_time(a: Analysis) -> StepTime | None:
     result.window_ns = a.step_ns
     result.busy_share = None if result.varies else a.own_busy_share
     result.window_slowdown = a.step_ns / run_ns - 1
-    in_window = recorded.kept_by_window(a.trace.meta.window)
-    result.in_warm_up = bool(in_window.any()) and not recorded.after_warmup[in_window].any()
-    nearby_ns = recorded.median_around(in_window)
+    in_window = run_steps.kept_by_window(a.trace.meta.window)
+    result.in_warm_up = bool(in_window.any()) and not run_steps.after_warmup[in_window].any()
+    nearby_ns = run_steps.median_around(in_window)
     if not nearby_ns:
         return result
     result.nearby_ns = nearby_ns
-    result.profiler_overhead = recorded.profiler_overhead(in_window)
-    durations = recorded.timed_durations
+    result.profiler_overhead = run_steps.profiler_overhead(in_window)
+    durations = run_steps.timed_durations
     result.share_beyond = float(
         (durations >= nearby_ns if nearby_ns > run_ns else durations <= nearby_ns).mean()
     )

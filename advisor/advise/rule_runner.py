@@ -186,7 +186,7 @@ def _without_idle(
 def _applies(rule: Rule, a: Analysis) -> bool:
     if any(kind in a.auxiliary_inputs for kind in rule.auxiliary_inputs):
         return True
-    return a.record is not None if rule.reads_record else not a.record_only
+    return a.rank_record is not None if rule.reads_record else not a.record_only
 
 
 def _list_checks_not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
@@ -202,7 +202,7 @@ def _list_checks_not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
             )
         ]
     missing = [rule.id for rule in rules if rule.reads_record]
-    if a.record is not None or not missing or not a.trace.meta.is_pytorch:
+    if a.rank_record is not None or not missing or not a.trace.meta.is_pytorch:
         return []
     return [
         SkippedCheck(
@@ -270,14 +270,14 @@ def _fill_outcome(outcome: Outcome, rule: Rule, a: Analysis, number: int) -> Out
     finding = without_known_settings(without_compilation(rule.complete(outcome), a), a)
     finding = weigh_confidence(finding, rule, a)
     where = [_with_line(place, a) for place in finding.where]
-    if where and a.recorded is not None and not any(place.file for place in where):
+    if where and a.run_steps is not None and not any(place.file for place in where):
         where = [_with_called_line(place, a) for place in where]
         counts = [place.count or 1 for place in where]
         is_main = counts[0] >= MIN_MAIN_PLACE_SHARE * sum(counts)
         if is_main and not any(place.file for place in where):
             where = [_with_layer_line(place, a) for place in where]
-    if rule.sampled_part and a.recorded is not None and not any(place.file for place in where):
-        line = a.recorded.hottest_line(rule.sampled_part)
+    if rule.sampled_part and a.run_steps is not None and not any(place.file for place in where):
+        line = a.run_steps.hottest_line(rule.sampled_part)
         where = where if line is None else [line.location, *where]
     finding = structs.replace(finding, where=where)
     rank = None if number < 0 else number
@@ -374,9 +374,9 @@ _DATA_PATTERN = re.compile(
 
 def read_hot_lines(a: Analysis) -> tuple[list[HotLine], list[str]]:
     """Read the rank's ``scalene.json``. Return its hot lines and its problems."""
-    if a.record is None or not a.record.folder:
+    if a.rank_record is None or not a.rank_record.folder:
         return [], []
-    file = Path(a.record.folder) / SCALENE
+    file = Path(a.rank_record.folder) / SCALENE
     if not file.is_file():
         return [], []
     from advisor.read.formats.scalene import read_scalene

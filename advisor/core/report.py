@@ -25,7 +25,7 @@ from advisor.core.report_kernels import AttainableRate, KernelCounters, Operator
 from advisor.core.report_memory import MemorySample, MemoryView
 from advisor.core.report_replay import Replay
 from advisor.core.report_steps import (
-    RecordedSteps,
+    RunStepFigures,
     StepDurations,
     StepTime,
     StepVariation,
@@ -283,7 +283,7 @@ class Report(Struct, kw_only=True):
     Empty if steps are not marked, or in older reports."""
     crashes: list[Crash] = field(default_factory=list)
     """Ranks that ended with an exception, in order of time."""
-    recorded: RecordedSteps | None = None
+    recorded: RunStepFigures | None = None
     """Figures of the recorder for every step, or ``null`` for a trace alone."""
     energy: EnergyUse | None = None
     """Energy of the GPUs while steps ran, or ``null`` if not sampled."""

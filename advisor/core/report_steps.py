@@ -39,7 +39,7 @@ class StepTime(Struct, kw_only=True):
     """Step time of the run outside the profiler."""
 
     ns: float
-    """Median of the timed steps (``StepRecords.timed``), ns."""
+    """Median of the timed steps (``RunSteps.timed``), ns."""
     mean_ns: float
     """Mean of the timed steps, ns."""
     window_ns: float | None = None
@@ -119,7 +119,7 @@ class Phase(Struct, frozen=True):
     """Share of the step."""
 
 
-class RecordedSteps(Struct, kw_only=True):
+class RunStepFigures(Struct, kw_only=True):
     """Figures of the recorder for all steps of a run. Those in profiled windows are counted, but
     only the others give its times."""
 

@@ -219,7 +219,7 @@ class Rule:
     across_ranks: ClassVar[bool] = False
     """Whether the rule looks at the whole run (``check_run``) instead of one rank's window."""
     reads_record: ClassVar[bool] = False
-    """Whether the rule reads the recorder's data (``Analysis.recorded``). It is then run without a
+    """Whether the rule reads the recorder's data (``Analysis.run_steps``). It is then run without a
     trace, but not on a trace alone. One line lists the rules that were not run."""
     auxiliary_inputs: ClassVar[tuple[AuxiliaryInput, ...]] = ()
     """Auxiliary inputs that the rule reads. It is run if there is one of them, with or without a

@@ -98,8 +98,8 @@ _STEP_FIELDS = attrgetter("window", "samples", "micro", "allocated", "reserved")
 
 def _steps_table(a: Analysis) -> CsvTable:
     """Return the recorder's steps with their samples, or the trace's steps if there are none."""
-    if a.record is not None and a.record.steps:
-        phases = list(dict.fromkeys(name for step in a.record.steps for name in step.phases))
+    if a.rank_record is not None and a.rank_record.steps:
+        phases = list(dict.fromkeys(name for step in a.rank_record.steps for name in step.phases))
         sampled_columns = (
             "window",
             "samples",
@@ -117,7 +117,7 @@ def _steps_table(a: Analysis) -> CsvTable:
             ],
             (
                 [s.n, s.t, s.dur, *(s.phases.get(name, 0) for name in phases), *_STEP_FIELDS(s)]
-                for s in a.record.steps
+                for s in a.rank_record.steps
             ),
         )
     frame = a.steps.table

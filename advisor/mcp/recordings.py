@@ -10,7 +10,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import MANIFEST, is_run, rank_folders
 from advisor.mcp import answers
 from advisor.mcp.answers import AllowedFolders, RecordingLine, Recordings
-from advisor.measure.steps.step_records import RunSummary
+from advisor.measure.steps.run_steps import RunSummary
 from advisor.read.reader import ReaderClaim
 from advisor.read.registry import reader_of
 from advisor.read.remote.urls import rank_in

@@ -65,8 +65,8 @@ from advisor.measure.memory.trace_memory import (
     recompute_time,
     recorded_snapshot,
 )
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.measure.steps.step_differences import compare_halves, find_one_off_rows
-from advisor.measure.steps.step_records import StepRecords
 from advisor.measure.steps.steps import find_steps, forward_only
 from advisor.measure.steps.timeline import build_timeline
 
@@ -144,13 +144,13 @@ class Analysis:
         self,
         trace: Trace,
         select: tuple[int | None, int | None] | None = None,
-        record: RankRecord | None = None,
+        rank_record: RankRecord | None = None,
         snapshot: MemorySnapshot | None = None,
     ) -> None:
         self.trace = trace
         self.selection = select
         """Half-open range of step indices, or None."""
-        self.record = record
+        self.rank_record = rank_record
         """Steps and samples of this rank from the recorder, or None if there is only a trace."""
         self.snapshot = trace.meta.snapshot if snapshot is None else snapshot
         """The allocator's snapshot of this rank, or None if none was given."""
@@ -164,11 +164,11 @@ class Analysis:
     # -- what the analysis is about ---------------------------------------------------------
 
     @_Measurement
-    def recorded(self) -> StepRecords | None:
+    def run_steps(self) -> RunSteps | None:
         """The recorder's steps and samples of this rank, or ``None`` if there is only a trace."""
-        if self.record is None:
+        if self.rank_record is None:
             return None
-        return StepRecords(self.record, self._busy_where_the_host_is_ahead)
+        return RunSteps(self.rank_record, self._busy_where_the_host_is_ahead)
 
     def _busy_where_the_host_is_ahead(self) -> float | None:
         """Return the device's mean time per step, ns, or ``None`` if the host waits for it."""
@@ -190,14 +190,14 @@ class Analysis:
     def record_only(self) -> bool:
         """Whether no window was profiled: the trace is empty, but there is a record or another
         source."""
-        has_other_source = self.record is not None or bool(self.auxiliary_inputs)
+        has_other_source = self.rank_record is not None or bool(self.auxiliary_inputs)
         return has_other_source and self.trace.cpu.is_empty() and self.trace.gpu.is_empty()
 
     @property
     def only_input(self) -> AuxiliaryInput | None:
         """The input that replaces a trace and a record, or ``None`` if there is a trace or a
         record. Of several inputs, it is the one with the verdict."""
-        return self.auxiliary_inputs[0] if self.record_only and self.record is None else None
+        return self.auxiliary_inputs[0] if self.record_only and self.rank_record is None else None
 
     outermost_aten = _Measurement(outermost_aten)
     """Outermost aten operator around each row of ``trace.cpu``, or -1."""
@@ -251,8 +251,8 @@ class Analysis:
     @_Measurement
     def step_ns(self) -> float:
         """Mean duration of the used steps, ns. Without a trace, of the recorded steps."""
-        if self.record_only and self.recorded is not None:
-            return self.recorded.mean or 0.0
+        if self.record_only and self.run_steps is not None:
+            return self.run_steps.mean or 0.0
         return self.span_ns / self.step_count
 
     @_Measurement
@@ -264,7 +264,7 @@ class Analysis:
     @property
     def trains_on_host(self) -> bool:
         """Whether no device works in the trace, nor in the recording if there is one."""
-        in_recording = self.record is not None and bool(self.record.rank.devices)
+        in_recording = self.rank_record is not None and bool(self.rank_record.rank.devices)
         return self.device_id is None and not in_recording
 
     @_Measurement
@@ -348,7 +348,7 @@ class Analysis:
         if self.device_id is None or not self.span_ns:
             return None
         busy, window_step = self.breakdown.busy.total / self.step_count, float(self.step_ns)
-        run_step = None if self.recorded is None else self.recorded.median
+        run_step = None if self.run_steps is None else self.run_steps.median
         if run_step is None or busy > (1 + MAX_EXCESS_WORK) * run_step:
             run_step = window_step
         return min(1.0, busy / min(window_step, run_step))

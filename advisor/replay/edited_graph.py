@@ -315,11 +315,11 @@ def _computed_share(edits: GraphEdits, loaded: Array, share: float) -> float:
 def _max_computed_share(edits: GraphEdits, share: float) -> float:
     """Return the largest computed share that the process's CPU time allows, or 1 if not
     recorded."""
-    recorded = edits.a.recorded
+    run_steps = edits.a.run_steps
     share_limit = (
         None
-        if recorded is None
-        else recorded.computing_share(share, on_host=edits.a.trains_on_host)
+        if run_steps is None
+        else run_steps.computing_share(share, on_host=edits.a.trains_on_host)
     )
     return 1.0 if share_limit is None else share_limit
 
@@ -329,8 +329,8 @@ def _batch_share_with_workers(
 ) -> float:
     """Return a batch's time with ``workers`` over its time before. Computing uses the free cores,
     and the main thread's core once it no longer loads."""
-    recorded = edits.a.recorded
-    free = None if recorded is None else recorded.free_cores
+    run_steps = edits.a.run_steps
+    free = None if run_steps is None else run_steps.free_cores
     if free is None:
         return 1 / workers
     cores = max(min(workers, free + share), 1e-3)
@@ -342,13 +342,13 @@ def _batch_share_with_more_workers(edits: GraphEdits, times: int) -> float:
     workers' own cores and the free cores. The main thread keeps one core, or one per PyTorch thread
     where the step computes on the host, or none under the pessimistic assumption. Workers that wait
     for storage need no core."""
-    recorded = edits.a.recorded
-    if recorded is None or recorded.free_cores is None or recorded.used_cores is None:
+    run_steps = edits.a.run_steps
+    if run_steps is None or run_steps.free_cores is None or run_steps.used_cores is None:
         return 1 / times
-    threads = recorded.flag("num_threads") if edits.a.trains_on_host else None
+    threads = run_steps.flag("num_threads") if edits.a.trains_on_host else None
     main = float(threads) if isinstance(threads, int) else 1.0
-    worker_cores = max(0.0, recorded.used_cores - (0.0 if edits.assumption == "low" else main))
-    return max(1 / times, worker_cores / max(worker_cores + recorded.free_cores, 1e-9))
+    worker_cores = max(0.0, run_steps.used_cores - (0.0 if edits.assumption == "low" else main))
+    return max(1 / times, worker_cores / max(worker_cores + run_steps.free_cores, 1e-9))
 
 
 def _loading_share_left(edits: GraphEdits, computed: float, share: float) -> float:
@@ -357,8 +357,8 @@ def _loading_share_left(edits: GraphEdits, computed: float, share: float) -> flo
     recorded cores: ``computed`` if pessimistic, else 0."""
     if not edits.a.trains_on_host:
         return 0.0
-    recorded = edits.a.recorded
-    taken = None if recorded is None else recorded.remaining_loading_share(share, computed)
-    if recorded is None or taken is None:
+    run_steps = edits.a.run_steps
+    taken = None if run_steps is None else run_steps.remaining_loading_share(share, computed)
+    if run_steps is None or taken is None:
         return computed if edits.assumption == "low" else 0.0
-    return taken / (recorded.record.rank.cpus or 1) if edits.assumption == "high" else taken
+    return taken / (run_steps.rank_record.rank.cpus or 1) if edits.assumption == "high" else taken

@@ -227,8 +227,8 @@ def _refuse_other_ranks(edits: Sequence[Edit], replayed: Sequence[int]) -> None:
 def _find_run_step(run: Run, rank: int, a: Analysis) -> StepTime | None:
     """Return the run's own step time together with the window's."""
     record = None if run.recording is None else run.recording.ranks.get(rank)
-    recorded = Analysis(a.trace, a.selection, record).recorded
-    step_time = None if recorded is None else recorded.step_time
+    run_steps = Analysis(a.trace, a.selection, record).run_steps
+    step_time = None if run_steps is None else run_steps.step_time
     return step_time and StepTime(ns=step_time.ns, mean_ns=step_time.mean_ns, window_ns=a.step_ns)
 
 

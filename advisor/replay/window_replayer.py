@@ -14,7 +14,7 @@ from advisor.core.finding import LAYER_TIMES, Edit, RangeCause
 from advisor.core.intervals import Array, union
 from advisor.measure import Analysis
 from advisor.measure.host.names import WORKERS, name_matches
-from advisor.measure.steps.step_records import MIN_AROUND, MIN_PROFILED, StepRecords
+from advisor.measure.steps.run_steps import MIN_AROUND, MIN_PROFILED, RunSteps
 from advisor.replay.edited_graph import EditedGraph, GraphEdits
 from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.graph import NEVER, EdgeKind, Graph
@@ -67,7 +67,7 @@ def event_cost(a: Analysis) -> float:
     difference does not show it. The same is true if steps differ so much that its standard error
     exceeds the usual cost. It is bounded, because steps differ for other reasons too."""
     usual_cost = _mean_cost(a)
-    if a.recorded is None or a.trace.main_thread is None:
+    if a.run_steps is None or a.trace.main_thread is None:
         return usual_cost
     if a.device_id is not None and a.breakdown.busy.total > MAX_VISIBLE_BUSY_SHARE * a.span_ns:
         return usual_cost
@@ -80,8 +80,8 @@ def event_cost(a: Analysis) -> float:
 def _measure_profiler_time(a: Analysis) -> tuple[float, float]:
     """Return by how much the median profiled step is longer than the steps around the window, and
     the standard error, ns, which is infinite without enough steps of both."""
-    assert a.recorded is not None
-    profiled, without = _host_times(a.recorded, a.trace.meta.window)
+    assert a.run_steps is not None
+    profiled, without = _host_times(a.run_steps, a.trace.meta.window)
     if len(profiled) < MIN_PROFILED or len(without) < MIN_AROUND:
         return 0.0, np.inf
     error = float(np.hypot(median_error(profiled), median_error(without)))
@@ -101,16 +101,16 @@ def launching_events(a: Analysis) -> float:
     return max(1.0, float((np.searchsorted(starts, end) - np.searchsorted(starts, start)).sum()))
 
 
-def _host_times(recorded: StepRecords, window: int) -> tuple[Array, Array]:
+def _host_times(run_steps: RunSteps, window: int) -> tuple[Array, Array]:
     """Return times of the window's steps (of all windows if it kept too few), and of the unprofiled
     steps around them, ns. If the host runs ahead, these are host times."""
-    is_kept = recorded.kept_by_window(window)
+    is_kept = run_steps.kept_by_window(window)
     if is_kept.sum() < MIN_PROFILED:
-        is_kept = recorded.active
-    if recorded.host_is_ahead:
-        return recorded.dur[is_kept].astype(float), recorded.dur[recorded.used].astype(float)
-    in_window = recorded.durations[is_kept]
-    return in_window[~np.isnan(in_window)], recorded.durations_around(is_kept)
+        is_kept = run_steps.active
+    if run_steps.host_is_ahead:
+        return run_steps.dur[is_kept].astype(float), run_steps.dur[run_steps.used].astype(float)
+    in_window = run_steps.durations[is_kept]
+    return in_window[~np.isnan(in_window)], run_steps.durations_around(is_kept)
 
 
 def median_error(values: Array) -> float:
@@ -227,10 +227,10 @@ class WindowReplayer:
         """Whether the run's own steps, most of which are not profiled, are known. Gains of a
         recorded run are for steps without the profiler: its host time would lengthen the steps
         after a fix, and a fix cannot save the time that the profiler adds to launches."""
-        recorded = self.a.recorded
-        if recorded is None:
+        run_steps = self.a.run_steps
+        if run_steps is None:
             return False
-        return recorded.host_is_ahead or recorded.median_around(recorded.active) is not None
+        return run_steps.host_is_ahead or run_steps.median_around(run_steps.active) is not None
 
     @property
     def reference_ns(self) -> float:
@@ -241,7 +241,7 @@ class WindowReplayer:
         """Return the assumption of the central estimate. The profiler lengthens launches most: if
         no steps without it are recorded, its usual cost is not part of the gain of dropped
         launches."""
-        if not self.profiled or self.a.recorded is not None:
+        if not self.profiled or self.a.run_steps is not None:
             return ""
         return "unprofiled" if any(edit.op == "drop_launch" for edit in edits) else ""
 
@@ -364,7 +364,7 @@ class WindowReplayer:
     def _min_cost_ratio(self) -> float:
         """Smallest cost of an event over the assumed cost: if the host runs ahead of the device,
         its own steps show it, minus two standard errors."""
-        if self.a.recorded is None or not self.a.recorded.host_is_ahead:
+        if self.a.run_steps is None or not self.a.run_steps.host_is_ahead:
             return 0.0
         profiler_ns, error = _measure_profiler_time(self.a)
         min_ns = max(0.0, profiler_ns - 2 * error) * self.a.step_count / launching_events(self.a)

@@ -332,10 +332,10 @@ def _find_workers(finding: Finding) -> int | None:
 def _recorded_ns(analysis: AnalysisResult) -> float | None:
     """Return the recorded time from the first step to the last, ns, including time between steps.
     Trials measure the mean step in the same way. ``None`` if not recorded."""
-    recorded = analysis.main.recorded
-    if recorded is None or not len(recorded.dur):
+    run_steps = analysis.main.run_steps
+    if run_steps is None or not len(run_steps.dur):
         return None
-    return float(recorded.dur.sum() + np.nansum(recorded.column("evaluation")[1:]))
+    return float(run_steps.dur.sum() + np.nansum(run_steps.column("evaluation")[1:]))
 
 
 def _predict(

@@ -17,7 +17,7 @@ from advisor.dashboard import page_view, plotly_figures, theme
 from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.dashboard.page_view import PageView, parse_query
 from advisor.dashboard.pages.overview import finding_line
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.render.documents.monitor import throttle_reasons
 
 MAX_STEPS, MAX_SAMPLES = 400, 600
@@ -112,7 +112,7 @@ def live_body(view: PageView, rank: int | None) -> list[Any]:
         parts.append(ui.choice_links("Rank", links))
     parts.append(_metric_tiles(record))
     recent = record.steps[-MAX_STEPS:]
-    shown_steps = StepRecords(RankRecord(rank=record.rank, steps=recent))
+    shown_steps = RunSteps(RankRecord(rank=record.rank, steps=recent))
     parts.append(steps_card(shown_steps, f"the last {len(recent)}"))
     parts.append(_phase_card(record))
     parts.append(_finding_card(view))
@@ -120,10 +120,10 @@ def live_body(view: PageView, rank: int | None) -> list[Any]:
     return [part for part in parts if part is not None]
 
 
-def _recent_steps(record: RankRecord) -> StepRecords:
+def _recent_steps(record: RankRecord) -> RunSteps:
     """Return measurements of the last RECENT_STEPS steps."""
     steps = record.steps[-RECENT_STEPS:]
-    return StepRecords(RankRecord(rank=record.rank, steps=steps))
+    return RunSteps(RankRecord(rank=record.rank, steps=steps))
 
 
 def _metric_tiles(record: RankRecord) -> Any:
@@ -158,13 +158,13 @@ def _metric_tiles(record: RankRecord) -> Any:
     )
 
 
-def steps_card(recorded: StepRecords, aside: str = "") -> Any:
+def steps_card(run_steps: RunSteps, aside: str = "") -> Any:
     """Draw the durations of recorded steps, and mark steps that the profiler slowed down."""
-    has_duration, total = ~np.isnan(recorded.durations), len(recorded.steps)
-    durations = (recorded.durations[has_duration] / 1e6).tolist()
-    step_numbers = np.array([step.n for step in recorded.steps], dtype=np.float64)
-    shown_ms = np.where(has_duration, recorded.durations, recorded.dur) / 1e6
-    while_stopping = ~recorded.profiled & (~recorded.unprofiled | recorded.exporting)
+    has_duration, total = ~np.isnan(run_steps.durations), len(run_steps.steps)
+    durations = (run_steps.durations[has_duration] / 1e6).tolist()
+    step_numbers = np.array([step.n for step in run_steps.steps], dtype=np.float64)
+    shown_ms = np.where(has_duration, run_steps.durations, run_steps.dur) / 1e6
+    while_stopping = ~run_steps.profiled & (~run_steps.unprofiled | run_steps.exporting)
     # without a duration the host runs ahead, but the GPU waits for a step with a long host time
     point_series = [
         (
@@ -175,10 +175,10 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
         for name, mask, color in (
             (
                 "host time only",
-                ~has_duration & ~recorded.profiled & ~while_stopping,
+                ~has_duration & ~run_steps.profiled & ~while_stopping,
                 theme.OTHER_COLOR,
             ),
-            ("while profiled", recorded.profiled, theme.CAUSE_COLORS["dispatch"]),
+            ("while profiled", run_steps.profiled, theme.CAUSE_COLORS["dispatch"]),
             ("while the profiler stops or writes", while_stopping, theme.CAUSE_COLORS["python"]),
         )
         if mask.any()
@@ -202,11 +202,11 @@ def steps_card(recorded: StepRecords, aside: str = "") -> Any:
         count += "; points off the line are host times"
         aside = ", ".join(filter(None, (aside, count)))
         description += f" {count}."
-    top = 1.08 * float(shown_ms[recorded.after_warmup].max(initial=0))
+    top = 1.08 * float(shown_ms[run_steps.after_warmup].max(initial=0))
     # the first step would compress all others: a remark gives its time, a double click shows it
     above_axis = [
         f"step {step.n}, {t.format_duration(1e6 * ms)}"
-        for step, ms in zip(recorded.steps, shown_ms, strict=True)
+        for step, ms in zip(run_steps.steps, shown_ms, strict=True)
         if ms > top > 0
     ]
     if above_axis:
@@ -295,7 +295,7 @@ def telemetry_cards(record: RankRecord, *, max_samples: int | None = None) -> li
             )
         ]
     start = record.samples[0].t
-    uuid = StepRecords(record).uuid
+    uuid = RunSteps(record).uuid
     gpus = [
         (sample.t, gpu)
         for sample in samples

@@ -22,7 +22,7 @@ def has_content(view: PageView) -> bool:
     if view.entry.loaded is None:
         return False
     a = view.analysis
-    return _has_device_memory(a) or a.record is not None or not a.allocations.is_empty()
+    return _has_device_memory(a) or a.rank_record is not None or not a.allocations.is_empty()
 
 
 def layout(**query: object) -> Any:
@@ -53,9 +53,9 @@ def layout(**query: object) -> Any:
 def _peak_tiles(view: PageView) -> Any:
     """Build the tiles of peak memory, each with the total that it is part of."""
     report, a = view.loaded.report, view.analysis
-    if view.rank is not None or a.recorded is None or not a.recorded.steps:
+    if view.rank is not None or a.run_steps is None or not a.run_steps.steps:
         return None
-    steps, capacity = a.recorded.steps, report.memory_capacity_bytes
+    steps, capacity = a.run_steps.steps, report.memory_capacity_bytes
     largest = {
         field: max(
             (value for step in steps if (value := getattr(step, field)) is not None), default=None
@@ -82,7 +82,7 @@ def _peak_tiles(view: PageView) -> Any:
 
 def _recording_advice(a: Analysis) -> str:
     """Write how to record device memory."""
-    if a.recorded is not None:
+    if a.run_steps is not None:
         return "The run used no GPU."
     return (
         "Record on a GPU with profile_memory=True, or use advisor record, which samples memory "
@@ -92,17 +92,17 @@ def _recording_advice(a: Analysis) -> str:
 
 def _has_device_memory(a: Analysis) -> bool:
     """Return whether device memory was recorded, by the trace, the recorder or a snapshot."""
-    steps = [] if a.recorded is None else a.recorded.steps
+    steps = [] if a.run_steps is None else a.run_steps.steps
     has_samples = any(step.allocated is not None for step in steps)
     return has_samples or a.snapshot is not None or bool(memory_devices(a))
 
 
 def _memory_by_step_card(a: Analysis) -> Any:
     """Build the card of memory at the end of recorded steps. Only sampled steps have a value."""
-    if a.recorded is None or not a.recorded.steps:
+    if a.run_steps is None or not a.run_steps.steps:
         return None
-    recorded = a.recorded
-    step_numbers = [float(step.n) for step in recorded.steps]
+    run_steps = a.run_steps
+    step_numbers = [float(step.n) for step in run_steps.steps]
     series = []
     for field, name, color in (
         ("allocated", "allocated", ALLOCATED_COLOR),
@@ -111,13 +111,13 @@ def _memory_by_step_card(a: Analysis) -> Any:
     ):
         values = [
             (n, value / (1 << 30))
-            for n, step in zip(step_numbers, recorded.steps, strict=True)
+            for n, step in zip(step_numbers, run_steps.steps, strict=True)
             if (value := getattr(step, field)) is not None
         ]
         if values:
             positions, sizes = [n for n, _ in values], [value for _, value in values]
             series.append((name, *plotly_figures.downsample(positions, sizes), color))
-    host_memory = [(float(step.n), step.rss) for step in recorded.steps if step.rss is not None]
+    host_memory = [(float(step.n), step.rss) for step in run_steps.steps if step.rss is not None]
     figures, x_range = [], (step_numbers[0], step_numbers[-1])
     if series:
         figures.append(
@@ -131,10 +131,10 @@ def _memory_by_step_card(a: Analysis) -> Any:
             )
         )
     if host_memory:
-        times = [step.t for step in recorded.steps]
+        times = [step.t for step in run_steps.steps]
         children = [
             (step_numbers[max(0, bisect_right(times, when) - 1)], host.children_rss)
-            for when, host in recorded.hosts
+            for when, host in run_steps.hosts
             if host.children_rss is not None
         ]
         host_series = [
@@ -162,7 +162,7 @@ def _memory_by_step_card(a: Analysis) -> Any:
 
 def _out_of_memory_card(a: Analysis) -> Any:
     """Build the card of the last recorded out-of-memory event."""
-    events = [] if a.record is None else a.record.events_of("oom")
+    events = [] if a.rank_record is None else a.rank_record.events_of("oom")
     if not events:
         return None
     last = events[-1]

@@ -27,7 +27,7 @@ def layout(**query: object) -> Any:
     """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
-    record = a.record
+    record = a.rank_record
     heading = ui.page_heading("Run", labels.clean(view.entry.path), ui.rank_selector(view, "/run"))
     recording = view.loaded.run.recording
     manifest = recording.manifest if recording is not None else None
@@ -36,7 +36,7 @@ def layout(**query: object) -> Any:
     return ui.page(
         heading,
         _metric_tiles(view),
-        steps_card(a.recorded) if a.recorded is not None and a.recorded.steps else None,
+        steps_card(a.run_steps) if a.run_steps is not None and a.run_steps.steps else None,
         _phase_card(view),
         *telemetry_cards(record),
         _event_card(record),
@@ -203,7 +203,7 @@ LOADER_FIELDS = (
 
 def _loader_card(a: Analysis) -> Any:
     """Build the card of the settings of data loaders, or ``None`` without any."""
-    loaders = [] if a.recorded is None else a.recorded.loaders
+    loaders = [] if a.run_steps is None else a.run_steps.loaders
     if not loaders:
         return None
     names = [name for name in LOADER_FIELDS if any(name in loader for loader in loaders)]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Ints
 from advisor.core.run_directory import GpuSample, HostSample, RankRecord
 from advisor.measure import Analysis
-from advisor.measure.steps.step_records import finite_or_nan
+from advisor.measure.steps.run_steps import finite_or_nan
 
 MAX_COUNTERS = 48
 HOLD_PERIODS = 2.5
@@ -63,13 +63,13 @@ def counter_series(a: Analysis) -> tuple[CounterSeries, ...]:
 
 def clock_offset(a: Analysis) -> int | None:
     """Return the offset from the recorder's times to the trace's, ns, or ``None`` if unknown."""
-    if a.record is None:
+    if a.rank_record is None:
         return None
     if a.record_only:  # the first step starts at 0
-        return -int(a.recorded.ts.min()) if a.recorded is not None and a.recorded.steps else None
+        return -int(a.run_steps.ts.min()) if a.run_steps is not None and a.run_steps.steps else None
     if a.trace.meta.clock != "unix":
         return None
-    rank = a.record.rank
+    rank = a.rank_record.rank
     if rank.anchor_unix_ns is None or rank.anchor_perf_ns is None:
         return None
     return rank.anchor_unix_ns - rank.anchor_perf_ns - a.trace.meta.start_ns
@@ -77,27 +77,27 @@ def clock_offset(a: Analysis) -> int | None:
 
 def _phase_counters(a: Analysis) -> list[CounterSeries]:
     """Build counters of host time per step by phase, for a run without a profiled window."""
-    if not a.record_only or a.recorded is None or not a.recorded.steps:
+    if not a.record_only or a.run_steps is None or not a.run_steps.steps:
         return []
-    ts = a.recorded.ts - a.recorded.ts.min()
-    max_shown_ns = int(a.recorded.dur.max()) + 1
+    ts = a.run_steps.ts - a.run_steps.ts.min()
+    max_shown_ns = int(a.run_steps.dur.max()) + 1
     return [
         CounterSeries(f"phase:{name}", f"{name}, per step", "ns", ts, value, max_shown_ns)
-        for name, value in list(a.recorded.phases.items())[:8]
+        for name, value in list(a.run_steps.phases.items())[:8]
     ]
 
 
 def _telemetry_counters(a: Analysis) -> list[CounterSeries]:
     """Build counters of the GPU and host samples near the trace."""
     offset = clock_offset(a)
-    if offset is None or a.record is None or a.recorded is None or not a.record.samples:
+    if offset is None or a.rank_record is None or a.run_steps is None or not a.rank_record.samples:
         return []
     low, high = -MARGIN_NS, a.trace.meta.end_ns + MARGIN_NS
     if a.record_only:
-        high = int((a.recorded.ts + a.recorded.dur).max()) + offset + MARGIN_NS
+        high = int((a.run_steps.ts + a.run_steps.dur).max()) + offset + MARGIN_NS
     samples = [
         (sample.t + offset, sample)
-        for sample in a.record.samples
+        for sample in a.rank_record.samples
         if low <= sample.t + offset <= high
     ]
     samples.sort(key=lambda pair: pair[0])
@@ -105,7 +105,7 @@ def _telemetry_counters(a: Analysis) -> list[CounterSeries]:
     all_series: list[CounterSeries] = []
     devices = max((len(sample.gpus) for _, sample in samples), default=0)
     for position in range(min(devices, 16)):
-        device_index = _device_index(a.record, position)
+        device_index = _device_index(a.rank_record, position)
         gpus = [
             sample.gpus[position] if position < len(sample.gpus) else None for _, sample in samples
         ]

@@ -240,12 +240,12 @@ def _add_step_details(a: Analysis, row: int, details: dict[str, Any]) -> None:
 
 def _add_recorded_details(a: Analysis, row: int, details: dict[str, Any]) -> None:
     """Add details of a recorded step: its time by phase."""
-    if a.recorded is None:
+    if a.run_steps is None:
         return
-    step = a.recorded.steps[row]
+    step = a.run_steps.steps[row]
     details["facts"] += [
-        ("counted", _yes_or_no(bool(a.recorded.used[row])), ""),
-        ("median of unprofiled steps", a.recorded.median, "ns"),
+        ("counted", _yes_or_no(bool(a.run_steps.used[row])), ""),
+        ("median of unprofiled steps", a.run_steps.median, "ns"),
         *((f"{name} (host)", ns, "ns") for name, ns in step.phases.items()),
         *((f"{name} (device)", ns, "ns") for name, ns in (step.gpu or {}).items()),
         ("garbage collector", step.gc or None, "ns"),

@@ -116,14 +116,14 @@ def _add_steps(builder: IndexBuilder, a: Analysis) -> None:
 
 def _add_recorded_steps(builder: IndexBuilder, a: Analysis) -> None:
     """Add the recorder's steps, for a run without a window. The first step starts at 0."""
-    if a.recorded is None or not a.recorded.steps:
+    if a.run_steps is None or not a.run_steps.steps:
         return
-    start = a.recorded.ts - a.recorded.ts.min()
-    slot = np.where(a.recorded.used, 0, _slot_of(STEP_CATEGORIES, "step-aside"))
-    labels = pl.Series([f"step {step.n}" for step in a.recorded.steps], dtype=pl.String)
+    start = a.run_steps.ts - a.run_steps.ts.min()
+    slot = np.where(a.run_steps.used, 0, _slot_of(STEP_CATEGORIES, "step-aside"))
+    labels = pl.Series([f"step {step.n}" for step in a.run_steps.steps], dtype=pl.String)
     columns = (
         start,
-        start + a.recorded.dur,
+        start + a.run_steps.dur,
         builder.names.number_column(labels),
         slot,
         np.arange(len(start)),

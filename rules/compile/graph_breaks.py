@@ -419,7 +419,7 @@ class Recompilation(Rule):
         if not again and not limited:
             return
         total = sum(cause.ns or 0.0 for cause in again)
-        run_ns = None if a.recorded is None else sum(step.dur for step in a.recorded.steps)
+        run_ns = None if a.run_steps is None else sum(step.dur for step in a.run_steps.steps)
         if run_ns and total / run_ns < self.min_share and not limited:
             return
         summary = ""

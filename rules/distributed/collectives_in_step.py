@@ -309,10 +309,10 @@ def _is_after_backward(a: Analysis, op: Rows) -> pl.Series:
 def _locate_calls(a: Analysis, kind: str, table: pl.DataFrame) -> list[Location]:
     """Find the user's lines that call them: by stacks of the window, else by sampled stacks."""
     places = costliest_places(a, row_numbers(table["op"]), int_column(table, "exposed"))
-    if a.recorded is None or any(place.file for place in places):
+    if a.run_steps is None or any(place.file for place in places):
         return places
     calls = _FUNCTION.format(_KINDS[kind].calls)
-    line = hottest_line(share_in(a.recorded.stacks, calls)[1])
+    line = hottest_line(share_in(a.run_steps.stacks, calls)[1])
     return places if line is None else [line.location, *places]
 
 

@@ -69,7 +69,7 @@ def bandwidth_evidence(scaled: ScaledCollectives | None) -> list[Evidence]:
 def known_settings(a: Analysis) -> dict[str, str]:
     """Return NCCL's environment, from its log, else from the recorder."""
     log = a.trace.meta.network
-    env = {} if a.record is None else a.record.rank.env
+    env = {} if a.rank_record is None else a.rank_record.rank.env
     return {name: value for name, value in env.items() if name.startswith("NCCL_")} | (
         {} if log is None else log.settings
     )
@@ -144,7 +144,7 @@ def _spans_nodes(a: Analysis) -> bool:
         return log.ranks > log.node_ranks
     if log is not None and log.hosts:
         return log.hosts > 1
-    env = {} if a.record is None else a.record.rank.env
+    env = {} if a.rank_record is None else a.rank_record.rank.env
     return env.get("WORLD_SIZE", "1") != env.get("LOCAL_WORLD_SIZE", env.get("WORLD_SIZE", "1"))
 
 

@@ -254,8 +254,8 @@ class StragglerRank(Rule):
         if late_chance(job, rank) >= self.max_chance:
             yield SkippedCheck(
                 what="whether one rank keeps the others waiting",
-                why=f"rank {comparison.numbers[rank]} arrives last at {last_count} of {collectives} "
-                "collectives, which may be chance",
+                why=f"rank {comparison.numbers[rank]} arrives last at {last_count} of "
+                f"{collectives} collectives, which may be chance",
                 record="more steps",
             )
             return

@@ -10,7 +10,7 @@ from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import THROTTLE_BITS, GpuSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN
-from advisor.rules.support.common import impact_per_step, record_example, recorded_steps, under_load
+from advisor.rules.support.common import impact_per_step, record_example, run_steps_of, under_load
 from advisor.testing import Examples, TraceBuilder
 
 MIN_SAMPLES = 5
@@ -35,7 +35,7 @@ class HeldClocks(Rule):
     _informational: ClassVar[bool] = False
 
     def check(self, a: Analysis) -> Outcomes:
-        samples = under_load(recorded_steps(a))
+        samples = under_load(run_steps_of(a))
         share = share_of_samples(samples, *self._reasons)
         if share is None or share < self.min_share:
             return
@@ -98,8 +98,8 @@ class ThermalThrottling(HeldClocks):
     _summary = "Heat held the clock down{clock} in {share} of the samples under load."
 
     def _list_details(self, a: Analysis) -> list[Evidence]:
-        reached = recorded_steps(a).gpu("temperature")
-        slowdown = recorded_steps(a).gpu("temperature_slowdown")
+        reached = run_steps_of(a).gpu("temperature")
+        slowdown = run_steps_of(a).gpu("temperature_slowdown")
         return [
             Evidence("peak temperature, °C", float(reached.max()) if len(reached) else None),
             Evidence("slowdown temperature, °C", float(slowdown.max()) if len(slowdown) else None),
@@ -169,7 +169,7 @@ class PowerThrottling(HeldClocks):
     _informational = True
 
     def check(self, a: Analysis) -> Outcomes:
-        samples = under_load(recorded_steps(a))
+        samples = under_load(run_steps_of(a))
         brake = share_of_samples(samples, "power brake")
         if not brake:
             for finding in super().check(a):
@@ -207,7 +207,7 @@ class PowerThrottling(HeldClocks):
     def _limits(a: Analysis) -> tuple[float | None, float | None]:
         """Return the mean power limit in force and the board's default, W, None if not recorded."""
         limit, default = (
-            recorded_steps(a).gpu(name) for name in ("power_limit", "power_limit_default")
+            run_steps_of(a).gpu(name) for name in ("power_limit", "power_limit_default")
         )
         return (
             float(limit.mean()) / 1e3 if len(limit) else None,
@@ -215,7 +215,7 @@ class PowerThrottling(HeldClocks):
         )
 
     def _list_details(self, a: Analysis) -> list[Evidence]:
-        power, (limit, default) = recorded_steps(a).gpu("power"), self._limits(a)
+        power, (limit, default) = run_steps_of(a).gpu("power"), self._limits(a)
         return [
             Evidence("power, W", float(power.mean()) / 1e3 if len(power) else None),
             Evidence("power limit, W", limit),
@@ -294,7 +294,7 @@ def estimate_full_clock(a: Analysis, share: float, ratio: float | None) -> Impac
     """Estimate the maximum saving of full clocks: the step scales with the clock while it was low.
     Work that waits for memory or for the host gains less, down to nothing."""
     lost_share = share * (1 - ratio) if ratio is not None else 0.0
-    gain = max(0.0, lost_share) * (recorded_steps(a).mean or 0.0)
+    gain = max(0.0, lost_share) * (run_steps_of(a).mean or 0.0)
     method = "upper bound (clock, share of the time it was low)"
     return impact_per_step(a, gain, low=0.0, method=method, kind="upper bound", of_host=False)
 

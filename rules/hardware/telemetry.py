@@ -9,7 +9,7 @@ from advisor.core.run_directory import GpuSample
 from advisor.measure import Analysis
 from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN
-from advisor.rules.support.common import link_speed, record_example, recorded_steps, under_load
+from advisor.rules.support.common import link_speed, record_example, run_steps_of, under_load
 from advisor.testing import Examples, TraceBuilder
 
 XID_ERRORS = {
@@ -72,9 +72,12 @@ class GpuErrors(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Look for errors on the rank's GPU, warm-up included."""
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         samples = [
-            gpu for s in recorded.record.samples for gpu in s.gpus if gpu.uuid == recorded.uuid
+            gpu
+            for s in run_steps.rank_record.samples
+            for gpu in s.gpus
+            if gpu.uuid == run_steps.uuid
         ]
         errors = [gpu.ecc_uncorrected for gpu in samples if gpu.ecc_uncorrected is not None]
         pending = any(gpu.remap_pending for gpu in samples)
@@ -98,7 +101,7 @@ class GpuErrors(Rule):
                 Evidence("XID errors", ", ".join(map(str, xid)) or None),
                 Evidence("uncorrectable memory errors", errors[-1] if errors else None, "count", 0),
                 Evidence("row remapping pending", str(pending)),
-                Evidence("GPU with the errors", recorded.uuid),
+                Evidence("GPU with the errors", run_steps.uuid),
             ],
             impact=impact_risk("wrong results, or the end of the run"),
             **(self.case("an error of the program") if is_program_error else {}),
@@ -151,7 +154,7 @@ class GpuShared(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        samples = [gpu for gpu in recorded_steps(a).gpus if gpu.processes is not None]
+        samples = [gpu for gpu in run_steps_of(a).gpus if gpu.processes is not None]
         total = gpu_capacity(a)
         if not samples or not total:
             return
@@ -226,7 +229,7 @@ class PcieDowngraded(Rule):
     def check(self, a: Analysis) -> Outcomes:
         links = [
             (gpu.pcie_gen, gpu.pcie_width, gpu.pcie_gen_max, gpu.pcie_width_max)
-            for gpu in under_load(recorded_steps(a))
+            for gpu in under_load(run_steps_of(a))
             if gpu.pcie_gen and gpu.pcie_width and gpu.pcie_gen_max and gpu.pcie_width_max
         ]
         if len(links) < self.min_samples:

@@ -9,7 +9,7 @@ from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.core.run_directory import GpuSample
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, GPUPROF, TRACELENS
-from advisor.rules.support.common import record_example, recorded_steps
+from advisor.rules.support.common import record_example, run_steps_of
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -46,7 +46,7 @@ class UtilisationIllusion(Rule):
     def check(self, a: Analysis) -> Outcomes:
         samples = [
             (gpu.utilisation, gpu.gpm)
-            for gpu in recorded_steps(a).gpus
+            for gpu in run_steps_of(a).gpus
             if gpu.utilisation is not None and gpu.gpm and "sm_util" in gpu.gpm
         ]
         if len(samples) < self.min_samples:
@@ -122,11 +122,11 @@ class LowMfu(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is None or a.mfu is None or not a.step_ns:
             return
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         matrix_families = pl.col("family").is_in(["gemm", "convolution", "attention"])
         step = a.step_ns
-        if recorded.median is not None and recorded.count >= 10:
-            step = min(step, recorded.median)
+        if run_steps.median is not None and run_steps.count >= 10:
+            step = min(step, run_steps.median)
         mfu = a.mfu * a.step_ns / step
         matrix = float(a.families.filter(matrix_families)["dur"].sum() or 0.0) / a.step_count / step
         if mfu >= self.max_mfu or matrix < self.min_matrix:

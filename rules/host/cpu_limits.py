@@ -11,7 +11,7 @@ from advisor.rules.support.common import (
     find_loader,
     impact_per_step,
     local_ranks,
-    recorded_steps,
+    run_steps_of,
     steps_seen,
     workers_of,
 )
@@ -51,14 +51,14 @@ class CpuQuota(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        stopped = recorded.counter_increase("throttled")
+        run_steps = run_steps_of(a)
+        stopped = run_steps.counter_increase("throttled")
         if stopped is None:
             return
         stopped_ns, run_ns = 1e3 * stopped[0], float(stopped[1])
         if stopped_ns < self.min_share * run_ns:
             return
-        periods, _ = recorded.counter_increase("throttled_periods") or (0, 0)
+        periods, _ = run_steps.counter_increase("throttled_periods") or (0, 0)
         yield Finding(
             summary=(
                 f"The CPU quota stopped threads of this container for "
@@ -73,7 +73,7 @@ class CpuQuota(Rule):
                     "min_share",
                 ),
                 Evidence("periods with stopped threads", periods, "count"),
-                Evidence("CPUs that the quota allows", recorded.record.rank.cpus, "count"),
+                Evidence("CPUs that the quota allows", run_steps.rank_record.rank.cpus, "count"),
             ],
             impact=impact_without_gain("the record does not show which steps it delayed"),
         )
@@ -116,8 +116,8 @@ class NumaMismatch(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        gpu, nodes = recorded.flag("numa_node_gpu"), recorded.flag("numa_node_cpus")
+        run_steps = run_steps_of(a)
+        gpu, nodes = run_steps.flag("numa_node_gpu"), run_steps.flag("numa_node_cpus")
         if not isinstance(gpu, int) or not isinstance(nodes, list) or not nodes or gpu in nodes:
             return
         cpus = ", ".join(str(node) for node in nodes[:8])
@@ -129,7 +129,7 @@ class NumaMismatch(Rule):
             evidence=[
                 Evidence("NUMA node of the GPU", gpu),
                 Evidence("NUMA nodes of the process", cpus),
-                Evidence("CPUs of the process", recorded.record.rank.cpus, "count"),
+                Evidence("CPUs of the process", run_steps.rank_record.rank.cpus, "count"),
             ],
             impact=impact_without_gain(
                 "only a copy from each node shows how much slower the remote node is"
@@ -214,17 +214,17 @@ class CpuContention(SharedCoresRule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        waited = recorded.run_delay_share
-        others, total = recorded.other_programs_cores, recorded.record.rank.cpus_total
+        run_steps = run_steps_of(a)
+        waited = run_steps.run_delay_share
+        others, total = run_steps.other_programs_cores, run_steps.rank_record.rank.cpus_total
         if waited is None or others is None or not total or a.is_device_bound:
             return
-        worker_cores = recorded.worker_cores
+        worker_cores = run_steps.worker_cores
         if waited < self.min_wait or others < max(worker_cores, self.min_others * total):
             return
-        step = recorded.mean or 0.0
+        step = run_steps.mean or 0.0
         wait = waited * step
-        saving = recorded.other_programs_share or 0.0
+        saving = run_steps.other_programs_share or 0.0
         busy_share = others / max(total - 1, others)
         yield Finding(
             summary=(
@@ -239,7 +239,7 @@ class CpuContention(SharedCoresRule):
                     "cores that other programs use", others, "min_others", "", times=total
                 ),
                 Evidence("cores that this process's workers use", worker_cores, "count"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_per_step(
                 a,
@@ -317,8 +317,8 @@ class ThreadOversubscription(Rule):
     code = "export OMP_NUM_THREADS={best}   # in Python: torch.set_num_threads({best})"
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        threads, cpus = recorded.flag("num_threads"), recorded.record.rank.cpus
+        run_steps = run_steps_of(a)
+        threads, cpus = run_steps.flag("num_threads"), run_steps.rank_record.rank.cpus
         if not isinstance(threads, int) or threads < 2 or not cpus:
             return
         feed = find_loader(a)
@@ -327,8 +327,8 @@ class ThreadOversubscription(Rule):
         ratio = ranks * (threads + workers) / cpus
         if ratio <= self.max_ratio or ranks * threads <= cpus:
             return  # loader-workers checks for more workers than cores
-        process_cpu, machine_cpu = recorded.host("process_cpu"), recorded.host("cpu")
-        throttled = recorded.host("throttled")
+        process_cpu, machine_cpu = run_steps.host("process_cpu"), run_steps.host("cpu")
+        throttled = run_steps.host("throttled")
         busy = max(
             ranks * float(process_cpu.mean()) / 100 / cpus if len(process_cpu) else 0.0,
             float(machine_cpu.mean()) / 100 if len(machine_cpu) else 0.0,
@@ -346,9 +346,9 @@ class ThreadOversubscription(Rule):
                 self.compare("threads and workers per core", ratio, "max_ratio", ""),
                 Evidence("threads per process", threads, "count"),
                 Evidence("cores of the process", cpus, "count"),
-                Evidence("cores of the machine", recorded.record.rank.cpus_total, "count"),
+                Evidence("cores of the machine", run_steps.rank_record.rank.cpus_total, "count"),
                 self.compare("busy cores", busy, "min_busy"),
-                Evidence("OMP_NUM_THREADS", recorded.record.rank.env.get("OMP_NUM_THREADS")),
+                Evidence("OMP_NUM_THREADS", run_steps.rank_record.rank.env.get("OMP_NUM_THREADS")),
             ],
             impact=impact_without_gain("the record does not show what fewer threads save; try it"),
             known_cost=a.trains_on_host,  # the step then consists of threaded operators

@@ -159,7 +159,7 @@ class CudaGraphsUnused(Rule):
                 "in the same order. The GPU idles for "
                 f"{t.format_duration(gaps.idle / a.step_count)} per step "
                 f"({gaps.idle / a.span_ns:.0%}) "
-                f"{'meanwhile' if a.record is None else 'while profiled'}."
+                f"{'meanwhile' if a.rank_record is None else 'while profiled'}."
             ),
             evidence=[
                 amount_per_step(a, "idle for launches", gaps.idle),

@@ -100,7 +100,7 @@ class AnomalyDetection(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         cost = AnomalyCost(a)
-        if a.recorded is not None or not cost.checks:
+        if a.run_steps is not None or not cost.checks:
             return
         yield Finding(
             summary=cost.summary, evidence=cost.evidence, edits=cost.edits, **cost.certainty
@@ -119,7 +119,7 @@ class AnomalyDetection(Rule):
             "the program's own check": (by_hand, "not cost.checks"),
             "a recorded run": (
                 _build_run({ANOMALY: True}, _build_checked_steps()),
-                "a.recorded is not None",
+                "a.run_steps is not None",
             ),
         }
 
@@ -272,10 +272,10 @@ class DebugSwitches(Rule):
 def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
     """Return the settings of flags, environment and trace that are on."""
     result: list[Setting] = []
-    if a.recorded is None:
+    if a.run_steps is None:
         return result
     for name, (values, why, cure, slows) in _FLAGS.items():
-        value = a.recorded.flag(name)
+        value = a.run_steps.flag(name)
         on = type(value) in {bool, int} and value in values
         if name == ANOMALY and cost.checks:
             on, value = True, True
@@ -284,7 +284,7 @@ def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
         if on:
             result.append(Setting(f"{name} = {value}", why, cure, slows))
     for name, (settings, why, slows) in _VARIABLES.items():
-        setting = a.recorded.record.rank.env.get(name, "").strip()
+        setting = a.run_steps.rank_record.rank.env.get(name, "").strip()
         on = (
             setting.upper() in {s.upper() for s in settings}
             if settings
@@ -298,8 +298,8 @@ def _settings_on(a: Analysis, cost: AnomalyCost) -> list[Setting]:
 def _affects(setting: Setting, a: Analysis) -> bool:
     if setting.slows == "gpu":
         return not a.trains_on_host
-    if setting.slows == "ranks" and a.recorded is not None:
-        return a.recorded.record.rank.env.get("WORLD_SIZE", "").strip() not in {"", "0", "1"}
+    if setting.slows == "ranks" and a.run_steps is not None:
+        return a.run_steps.rank_record.rank.env.get("WORLD_SIZE", "").strip() not in {"", "0", "1"}
     return True
 
 

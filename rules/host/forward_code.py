@@ -23,7 +23,7 @@ from advisor.rules.support.common import (
     amount_per_step,
     impact_per_step,
     of_step,
-    recorded_steps,
+    run_steps_of,
     steps_seen,
 )
 from advisor.rules.support.library_functions import find_library_use
@@ -87,7 +87,7 @@ class ForwardCode(Rule):
     alternatives = "forward code"
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         if not a.trains_on_host or not a.span_ns or a.trace.main_thread is None:
             return
         stretches = self._find_stretches(a)
@@ -118,7 +118,7 @@ class ForwardCode(Rule):
                 amount_per_step(a, "stretches without an operator", int(is_long.sum()), "count"),
                 self.compare_share(a, "forward without an operator", ns),
                 Evidence("longest stretch without an operator", int(lengths.max()), "ns"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             where=[] if place is None else [place],
             impact=impact_per_step(
@@ -137,7 +137,7 @@ class ForwardCode(Rule):
         """Return the stacks sampled in forward whose innermost frame is not PyTorch's."""
         return [
             stack
-            for stack in recorded_steps(a).stacks
+            for stack in run_steps_of(a).stacks
             if stack.part == "forward" and not stack.frames[-1].startswith("torch/")
         ]
 
@@ -179,7 +179,7 @@ class ForwardCode(Rule):
     def _find_line(a: Analysis, start: Ints, end: Ints) -> Location | None:
         """Return the line between the operators before and after most of the time; of several
         lines, the last."""
-        stacks, main = recorded_steps(a).stacks, a.trace.main_thread
+        stacks, main = run_steps_of(a).stacks, a.trace.main_thread
         cpu = a.trace.cpu
         ops = np.unique(outermost_aten(a))
         ops = ops[ops >= 0]

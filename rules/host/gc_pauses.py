@@ -21,7 +21,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, ENGINE_FLOOR, GPUPROF
-from advisor.rules.support.common import impact_per_step, locate_row, recorded_steps, steps_seen
+from advisor.rules.support.common import impact_per_step, locate_row, run_steps_of, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 PAUSED = "steps with a pause of 1 ms or more"
@@ -121,21 +121,21 @@ class GcPauses(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        if recorded.count < self.min_steps or not recorded.median:
-            if recorded.count:
+        run_steps = run_steps_of(a)
+        if run_steps.count < self.min_steps or not run_steps.median:
+            if run_steps.count:
                 yield SkippedCheck(
                     what="pauses of the garbage collector",
-                    why=f"{t.count_noun(recorded.count, 'step')} without a profiler are too few",
+                    why=f"{t.count_noun(run_steps.count, 'step')} without a profiler are too few",
                     # where the host runs ahead, one step in four is timed
-                    record=f"a run of {self.min_steps * (8 if recorded.host_is_ahead else 2)} "
+                    record=f"a run of {self.min_steps * (8 if run_steps.host_is_ahead else 2)} "
                     "steps or more",
                 )
             return
-        pause, dur = recorded.column("gc")[recorded.timed], recorded.timed_durations
-        beyond = np.maximum(0.0, dur - recorded.median)
+        pause, dur = run_steps.column("gc")[run_steps.timed], run_steps.timed_durations
+        beyond = np.maximum(0.0, dur - run_steps.median)
         # a step that compiles creates many objects that are collected in it, but only once
-        is_usual = (beyond <= self.max_excess_ratio * pause) | (beyond <= recorded.median)
+        is_usual = (beyond <= self.max_excess_ratio * pause) | (beyond <= run_steps.median)
         pause, dur, beyond = pause[is_usual], dur[is_usual], beyond[is_usual]
         share = float(pause.sum()) / float(dur.sum())
         longest = float(pause.max())
@@ -171,8 +171,8 @@ class GcPauses(Rule):
                 self.compare("share of the steps' time", share, "min_share"),
                 self.compare("longest pause in a step", longest, "min_pause_ms", "ns", times=1e6),
                 self.compare(PAUSED, paused, "min_pauses", "count"),
-                Evidence("objects frozen (gc.freeze)", recorded.flag("gc_frozen"), "count"),
-                steps_seen(recorded),
+                Evidence("objects frozen (gc.freeze)", run_steps.flag("gc_frozen"), "count"),
+                steps_seen(run_steps),
             ],
             where=places if requested or not in_each_step else [],
             impact=impact,
@@ -260,7 +260,7 @@ def _find_collect_calls(a: Analysis) -> tuple[list[Location], float]:
         return [locate_row(a, int(calls[0][0]), count=len(calls[0]))], in_steps / max(
             a.step_count, 1
         )
-    record = recorded_steps(a).record
+    record = run_steps_of(a).rank_record
     lines = {
         (_read_text(event, "file"), _read_line(event)): event
         for event in record.events_of("collect")

@@ -112,9 +112,9 @@ class GrowingInputs(Rule):
     ) -> dict[str, Any]:
         """Return the impact or the edits that remove these operators. In a recorded run on a CPU,
         their time grows in proportion to the collected values."""
-        if a.recorded is not None and a.device_id is None:
-            in_window = a.recorded.kept_by_window(a.trace.meta.window)
-            steps, window = (np.flatnonzero(mask) for mask in (a.recorded.used, in_window))
+        if a.run_steps is not None and a.device_id is None:
+            in_window = a.run_steps.kept_by_window(a.trace.meta.window)
+            steps, window = (np.flatnonzero(mask) for mask in (a.run_steps.used, in_window))
             if len(steps) and len(window):
                 values = costliest.values
                 growth = (values[-1] - values[0]) / (len(values) - 1)

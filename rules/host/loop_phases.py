@@ -25,7 +25,7 @@ from advisor.measure.host.stacks import (
     parse_frame,
     read_membership_tests,
 )
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.rules.support.citations import CHOSEN, XPROF
 from advisor.rules.support.common import (
     LOOP_SHARE,
@@ -33,8 +33,8 @@ from advisor.rules.support.common import (
     find_iterator_start,
     impact_per_step,
     loop_phase_times,
-    recorded_steps,
     row_numbers,
+    run_steps_of,
     steps_seen,
     time_of_restart,
 )
@@ -94,7 +94,7 @@ def _estimate_gain(a: Analysis, own: float, subject: str, *, loss: bool = False)
         low=0 if loss else 0.5 * own,
         high=own,
         method=f"recorded host time of {subject}",
-        of_median=not recorded_steps(a).varies,
+        of_median=not run_steps_of(a).varies,
     )
 
 
@@ -246,26 +246,28 @@ class LoopPhases(LoopRule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         if not a.trains_on_host or (a.trace.cpu["kind"] == "python").any():
             return
-        spent = {name: recorded.typical(own) for name, own in loop_phase_times(recorded).items()}
-        pauses = recorded.column("gc") + _time_of_restarts(recorded)  # reported by other rules
-        paused = recorded.typical(pauses[recorded.used]) if recorded.count else 0.0
+        spent = {name: run_steps.typical(own) for name, own in loop_phase_times(run_steps).items()}
+        pauses = run_steps.column("gc") + _time_of_restarts(run_steps)  # reported by other rules
+        paused = run_steps.typical(pauses[run_steps.used]) if run_steps.count else 0.0
         step, ns = (
-            recorded.reference or 0.0,
+            run_steps.reference or 0.0,
             sum(spent.values()) - paused,
         )
         ns = (
-            ns * recorded.loop_share
-            if recorded.loop_share is not None
+            ns * run_steps.loop_share
+            if run_steps.loop_share is not None
             else ns - _wait_time(a, step)
         )
-        line = recorded.hottest_line(LOOP)
-        limit = self._find_limit(recorded, line)
+        line = run_steps.hottest_line(LOOP)
+        limit = self._find_limit(run_steps, line)
         if not step or ns < limit * step or ns < self.min_ms * 1e6:
             return
-        later_ns = sum(recorded.later_half_mean(own) for own in loop_phase_times(recorded).values())
+        later_ns = sum(
+            run_steps.later_half_mean(own) for own in loop_phase_times(run_steps).values()
+        )
         if later_ns < self.min_ms * 1e6:
             return  # the program or the recorder starts: later steps do without this code
         rows = operators_beside_training(a)
@@ -307,12 +309,12 @@ class LoopPhases(LoopRule):
         gain, place, texts, sentence = self._choose_fix(a, code)
         if texts.get("alternatives") == "sort" and np.isin(rows, find_growing_rows(a)).any():
             return  # growing-inputs reports sorts of more and more values
-        if place is not None and not _trains(recorded, place):
-            texts = self._name_function(place, texts, inference=recorded.inference)
+        if place is not None and not _trains(run_steps, place):
+            texts = self._name_function(place, texts, inference=run_steps.inference)
         yield Finding(
-            summary=_summarize(code, step, operator_ns, texts, sentence, varies=recorded.varies),
+            summary=_summarize(code, step, operator_ns, texts, sentence, varies=run_steps.varies),
             evidence=self._list_evidence(
-                recorded, spent, line, ns, step, operators if many else None
+                run_steps, spent, line, ns, step, operators if many else None
             ),
             where=[] if place is None else [place],
             impact=gain,
@@ -321,7 +323,7 @@ class LoopPhases(LoopRule):
 
     def _list_evidence(
         self,
-        recorded: StepRecords,
+        run_steps: RunSteps,
         spent: dict[str, float],
         line: HottestLine | None,
         ns: float,
@@ -344,15 +346,15 @@ class LoopPhases(LoopRule):
             evidence.append(
                 Evidence("operators in the loop's own code", operators, "count", per="step")
             )
-        return [*evidence, steps_seen(recorded)]
+        return [*evidence, steps_seen(run_steps)]
 
     def _choose_fix(
         self, a: Analysis, code: _OwnCode
     ) -> tuple[Impact, Location | None, dict[str, Any], str]:
         """Return the gain, place and texts of the fix, and a sentence on the library function that
         takes most of the time (empty if none does)."""
-        recorded, line, loss = recorded_steps(a), code.line, code.case == "the loss"
-        gain = impact_per_step(a, code.by_hand, of_median=not recorded.varies)
+        run_steps, line, loss = run_steps_of(a), code.line, code.case == "the loss"
+        gain = impact_per_step(a, code.by_hand, of_median=not run_steps.varies)
         place = None if line is None else line.location
         if line is not None:
             own = line.share * code.by_hand
@@ -366,7 +368,7 @@ class LoopPhases(LoopRule):
             names = a.trace.cpu["name"].gather(code.rows)
             samples = name_matches(names, r"^aten::multinomial$").any()
             return gain, place, self.case("a sort before sampling" if samples else "a sort"), ""
-        sampled = [stack for stack in recorded.stacks if stack.part == LOOP]
+        sampled = [stack for stack in run_steps.stacks if stack.part == LOOP]
         if code.case:
             case = case_by_name(code.case, place, self.cases)
             if line is not None and (share := share_by_name(case, sampled)) > line.share:
@@ -383,7 +385,7 @@ class LoopPhases(LoopRule):
             is_python = line is not None and not code.largest
             is_python = is_python and share_of_python(sampled) >= self.min_python_share
             is_unknown = place is None and not code.largest
-            if is_python and (tests := _find_searches(recorded, sampled)):
+            if is_python and (tests := _find_searches(run_steps, sampled)):
                 end = "es" * (len(tests) == 1)
                 texts = self.case("a search in a list", tests=" and ".join(tests[:2]), end=end)
                 return gain, place, texts, ""
@@ -401,7 +403,7 @@ class LoopPhases(LoopRule):
         """Report products and losses that have no replacement. For a loss over many classes, advise
         on ignored labels."""
         many_classes = fixed.classes >= self.min_classes
-        if many_classes and recorded_steps(a).record.events_of("labels"):
+        if many_classes and run_steps_of(a).rank_record.events_of("labels"):
             return  # ignored labels were recorded: ignored-labels reports them
         ns, name = operator_time(a, fixed.rows), str(a.trace.cpu["name"][fixed.row])
         place = None if line is None else line.location
@@ -417,7 +419,7 @@ class LoopPhases(LoopRule):
                     "products and losses outside the model, share", share, "min_share", per="step"
                 ),
                 *([Evidence("classes", fixed.classes, "count")] if many_classes else []),
-                steps_seen(recorded_steps(a)),
+                steps_seen(run_steps_of(a)),
             ],
             where=[place or Location(op=name)],
             impact=impact_without_gain(
@@ -440,15 +442,15 @@ class LoopPhases(LoopRule):
             return texts
         return {"code": self.code.replace("log(metrics)", f"{name}(...)"), **texts}
 
-    def _find_limit(self, recorded: StepRecords, line: HottestLine | None) -> float:
+    def _find_limit(self, run_steps: RunSteps, line: HottestLine | None) -> float:
         """Return the minimum share of the step at which this time is reported. It is lower if the
         sampled stacks show that one function takes it. In a function that also trains, PyTorch's
         code around operators does not count."""
         if line is None:
             return float(self.min_share)
         place, own_samples, total = line.location, 0, 0
-        trains = _trains(recorded, place)
-        for stack in (stack for stack in recorded.stacks if stack.part == LOOP):
+        trains = _trains(run_steps, place)
+        for stack in (stack for stack in run_steps.stacks if stack.part == LOOP):
             frame_index, total = _find_frame(stack, place), total + stack.samples
             inner_frames = stack.frames[frame_index + 1 :] if frame_index >= 0 and trains else ()
             pytorch = any(re.search(PYTORCH, f) and not re.search(OF_LOOP, f) for f in inner_frames)
@@ -502,14 +504,14 @@ class LoopPhases(LoopRule):
         }
 
 
-def _find_searches(recorded: StepRecords, sampled: list[SampledStack]) -> list[str]:
+def _find_searches(run_steps: RunSteps, sampled: list[SampledStack]) -> list[str]:
     """Return the lines that may search a list, in functions with most of these samples or below."""
     counts: Counter[tuple[str, str]] = Counter()
     for stack in sampled:
         frame = parse_frame(stack.frames[-1])
         if frame is not None and not stack.called:
             counts[frame.file, frame.function] += stack.samples
-    tests = read_membership_tests(recorded.record)
+    tests = read_membership_tests(run_steps.rank_record)
     function, count = counts.most_common(1)[0] if counts else (("", ""), 0)
     if 2 * count < sum(stack.samples for stack in sampled):
         return []
@@ -575,19 +577,19 @@ def _describe_line(line: HottestLine | None) -> str:
     )
 
 
-def _trains(recorded: StepRecords, place: Location) -> bool:
+def _trains(run_steps: RunSteps, place: Location) -> bool:
     """Return whether a function also trains, by sampled stacks."""
     return any(
         stack.part in ("forward", "backward", "optimizer") and _find_frame(stack, place) >= 0
-        for stack in recorded.stacks
+        for stack in run_steps.stacks
     )
 
 
-def _time_of_restarts(recorded: StepRecords) -> Floats:
+def _time_of_restarts(run_steps: RunSteps) -> Floats:
     """Return the time of each step in which workers of a loader ended and started, ns."""
-    result = np.zeros(len(recorded.dur))
-    for event in (e for e in recorded.record.events if e.kind == "loader_iter"):
-        after = recorded.ts + recorded.dur > find_iterator_start(event)
+    result = np.zeros(len(run_steps.dur))
+    for event in (e for e in run_steps.rank_record.events if e.kind == "loader_iter"):
+        after = run_steps.ts + run_steps.dur > find_iterator_start(event)
         if after.any():
             result[np.argmax(after)] += time_of_restart(event)
     return result

@@ -6,7 +6,7 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import STEP_EVENT, hottest_line, stacks_in_hooks
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, TRIED_ON_TRACES, XPROF
-from advisor.rules.support.common import impact_per_step, recorded_steps, steps_seen
+from advisor.rules.support.common import impact_per_step, run_steps_of, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -74,8 +74,8 @@ class ModuleHooks(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        mean, stacks = recorded.mean, recorded.stacks
+        run_steps = run_steps_of(a)
+        mean, stacks = run_steps.mean, run_steps.stacks
         if not a.trains_on_host or not mean:
             return
         hooks = stacks_in_hooks(stacks)
@@ -96,7 +96,7 @@ class ModuleHooks(Rule):
                 Evidence("time in hooks", spent, "ns", per="step"),
                 self.compare("share of the sampled stacks", share, "min_share"),
                 self.compare("samples in hooks", samples, "min_samples", "count"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             where=[] if line is None else [line.location],
             impact=impact_per_step(

@@ -188,7 +188,7 @@ class NewInputShapes(Rule):
 
     def _describe_calls(self, a: Analysis, name: str, calls: pl.DataFrame) -> dict[str, Any]:
         """Return the time and cause of one operator's calls, and the share that the fix leaves."""
-        flag = None if a.recorded is None else a.recorded.flag("cudnn.benchmark")
+        flag = None if a.run_steps is None else a.run_steps.flag("cudnn.benchmark")
         trials, cause = float(np.median(calls["trials"].to_numpy())), OTHER
         if _ATTENTION in name:
             cause = ATTENTION
@@ -206,11 +206,11 @@ class NewInputShapes(Rule):
     def _measure_remaining_loss(self, a: Analysis, share: float) -> float | None:
         """Return the part of this share of the step that the run's last steps still lose, compared
         with the steps around the window. ``None`` if not recorded."""
-        recorded = a.recorded
-        if recorded is None:
+        run_steps = a.run_steps
+        if run_steps is None:
             return None
-        around = recorded.durations_around(recorded.kept_by_window(a.trace.meta.window))
-        durations = recorded.timed_durations
+        around = run_steps.durations_around(run_steps.kept_by_window(a.trace.meta.window))
+        durations = run_steps.timed_durations
         last_durations = durations[
             -int(max(len(durations) * self.final_steps_share, self.min_final_steps)) :
         ]

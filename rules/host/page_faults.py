@@ -7,9 +7,9 @@ from advisor.core.finding import WHOLE_STEP, Finding, Outcomes
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
-from advisor.measure.steps.step_records import FaultsAroundWindow
+from advisor.measure.steps.run_steps import FaultsAroundWindow
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.support.common import impact_per_step, recorded_steps
+from advisor.rules.support.common import impact_per_step, run_steps_of
 from advisor.testing import Examples, TraceBuilder
 
 SETTING = {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}
@@ -74,13 +74,13 @@ class PageFaults(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        faults = recorded.page_faults
-        if a.device_id is not None or faults is None or not recorded.count:
+        run_steps = run_steps_of(a)
+        faults = run_steps.page_faults
+        if a.device_id is not None or faults is None or not run_steps.count:
             return
-        if recorded.record.rank.env.keys() >= SETTING:
+        if run_steps.rank_record.rank.env.keys() >= SETTING:
             return
-        lengths = recorded.dur[faults.counted]
+        lengths = run_steps.dur[faults.counted]
         if float(lengths.sum()) < self.min_counted_ms * 1e6:
             return
         step = float(np.median(lengths))
@@ -90,7 +90,7 @@ class PageFaults(Rule):
         counted_bytes = faults.per_step * len(lengths) * PAGE_BYTES
         if faults.growth > self.max_growth * counted_bytes:
             return
-        saved = recorded.saved_by_window
+        saved = run_steps.saved_by_window
         if saved is None:
             gain, method = fault_ns, "page faults times their usual time"
             low, high = (

@@ -34,7 +34,7 @@ from advisor.rules.support.common import (
     impact_over_run,
     impact_per_step,
     loop_phase_times,
-    recorded_steps,
+    run_steps_of,
     steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -211,13 +211,13 @@ class SavingTime(SavingRule):
     falsified_by = "the same mean step without saving or logging"
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        stacks, mean, median = recorded.stacks, recorded.mean, recorded.median
-        phases = loop_phase_times(recorded).values()
+        run_steps = run_steps_of(a)
+        stacks, mean, median = run_steps.stacks, run_steps.mean, run_steps.median
+        phases = loop_phase_times(run_steps).values()
         usual_ns = sum(float(np.median(times)) for times in phases)
         if not mean or not median or usual_ns >= LOOP_SHARE * median:
             return
-        outside = recorded.outside_steps_ns / int(recorded.used.sum())
+        outside = run_steps.outside_steps_ns / int(run_steps.used.sum())
         loop_ns = sum(float(times.mean()) for times in phases) + outside
         for cause, pattern in SAVING_AND_LOGGING.items():
             share, saving = share_in(stacks, pattern)
@@ -227,14 +227,14 @@ class SavingTime(SavingRule):
             line, spent = hottest_line(saving), min(share * (mean + outside), loop_ns)
             method = "share of the sampled stacks, of the mean step"
             if outside > 0.5 * loop_ns:  # the steps' times do not include it
-                lost_ns = spent * int(recorded.used.sum())
+                lost_ns = spent * int(run_steps.used.sum())
                 error = 1.28 * ((1 - share) / samples) ** 0.5  # of the samples' share
                 impact = impact_over_run(
                     lost_ns,
                     low=self.min_gain_share * lost_ns,
                     high=(1 + error) * lost_ns,
                     method=method,
-                    total=recorded.after_first_ns,
+                    total=run_steps.after_first_ns,
                 )
             else:
                 impact = impact_per_step(
@@ -251,7 +251,7 @@ class SavingTime(SavingRule):
                     self.compare("samples in saving or logging", samples, "min_samples", "count"),
                     Evidence("median step", median, "ns"),
                     Evidence("mean step", mean, "ns"),
-                    steps_seen(recorded),
+                    steps_seen(run_steps),
                 ],
                 where=[] if line is None else [line.location],
                 impact=impact,
@@ -353,7 +353,7 @@ class LongStep(Rule):
         if dur[longest] < self.min_factor * median or excess < self.min_share * dur.sum():
             return
         step = steps.row(longest, named=True)
-        work = None if a.recorded is None else find_periodic_work(a.recorded)
+        work = None if a.run_steps is None else find_periodic_work(a.run_steps)
         number = re.search(r"\d+$", step["name"])
         if work is not None and number is not None and work.contains(int(number[0])):
             return

@@ -11,7 +11,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.sampled_code import LEARNING, SampledCode, code_outside
 from advisor.measure.host.stacks import share_in
 from advisor.measure.steps.periodic import MIN_TIMES, RecurringWork, find_periodic_work
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, TRIED_ON_TRACES, XPROF
 from advisor.rules.support.common import (
     CONFUSION_MATRIX,
@@ -19,7 +19,7 @@ from advisor.rules.support.common import (
     SAVING_AND_LOGGING,
     impact_over_run,
     impact_per_step,
-    recorded_steps,
+    run_steps_of,
     steps_seen,
     time_compiling,
 )
@@ -94,21 +94,21 @@ class PeriodicWork(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        work = find_periodic_work(recorded)
+        run_steps = run_steps_of(a)
+        work = find_periodic_work(run_steps)
         if work is None:
             return
-        if work.gain < self.min_share * work.step or self._is_other_work(recorded, work):
+        if work.gain < self.min_share * work.step or self._is_other_work(run_steps, work):
             return
         code = code_outside(
-            recorded.stacks,
+            run_steps.stacks,
             LEARNING,
             self.min_samples_share * work.share,
             work.share / self.min_samples_share,
         )
         if code is not None and code.waits:
             return
-        if recorded.host_is_ahead and (code is None or not self._device_idles(work)):
+        if run_steps.host_is_ahead and (code is None or not self._device_idles(work)):
             return
         where = f"{t.format_duration(work.per_step)} per step on average"
         yield Finding(
@@ -125,22 +125,22 @@ class PeriodicWork(Rule):
                 Evidence("steps between two occurrences", work.period, "count"),
                 Evidence("occurrences recorded", work.times, "count", MIN_TIMES),
                 Evidence("time of each occurrence", work.each, "ns"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             where=[] if code is None else [code.location],
             impact=self._estimate_impact(a, work, self._share_in_code(code, work)),
             **(self.case("validation") if work.outside and self._evaluates(code) else {}),
         )
 
-    def _is_other_work(self, recorded: StepRecords, work: RecurringWork) -> bool:
+    def _is_other_work(self, run_steps: RunSteps, work: RecurringWork) -> bool:
         """Return whether other rules report this: saving, logging, compiling, a new epoch."""
-        if not work.outside and work.period == recorded.epoch_steps:
+        if not work.outside and work.period == run_steps.epoch_steps:
             return True
-        spent = work.per_step * int(recorded.used.sum())
-        if time_compiling(recorded) >= MOSTLY_COMPILING * spent:
+        spent = work.per_step * int(run_steps.used.sum())
+        if time_compiling(run_steps) >= MOSTLY_COMPILING * spent:
             return True
         return any(
-            share_in(recorded.stacks, pattern)[0] >= self.min_samples_share * work.share
+            share_in(run_steps.stacks, pattern)[0] >= self.min_samples_share * work.share
             for pattern in SAVING_AND_LOGGING.values()
         )
 
@@ -173,9 +173,9 @@ class PeriodicWork(Rule):
     def _estimate_impact(self, a: Analysis, work: RecurringWork, part: float) -> Any:
         """Return the gain per step, or over the run if the work is outside the steps. ``part`` is
         the share of the work in the named code."""
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         if work.outside:
-            run_ns = float(recorded.after_first_ns)
+            run_ns = float(run_steps.after_first_ns)
             gain = part * work.gain / work.step * run_ns
             return impact_over_run(
                 0.9 * gain,
@@ -184,7 +184,7 @@ class PeriodicWork(Rule):
                 method="share of the steps beyond the median step x time after the first step",
                 total=run_ns,
             )
-        gain = part * work.gain / work.step * (recorded.mean or 0.0)
+        gain = part * work.gain / work.step * (run_steps.mean or 0.0)
         return impact_per_step(
             a,
             0.9 * gain,
@@ -208,7 +208,7 @@ class PeriodicWork(Rule):
             "the host runs ahead": (_build_run(16, 40, device=9.5), "not self._device_idles(work)"),
             "a checkpoint": (
                 _build_run(16, 40, leaf="torch/serialization.py(1003): save"),
-                "self._is_other_work(recorded, work)",
+                "self._is_other_work(run_steps, work)",
             ),
             "a short one": (_build_run(64, 6, steps=640), "work.gain < self.min_share * work.step"),
             "at random": (_build_run(0, 40, at=(12, 31, 90, 130, 190)), "work is None"),

@@ -12,7 +12,7 @@ from advisor.core.intervals import intersect, union
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, TRACEML, TRIED_ON_TRACES, public_traces
-from advisor.rules.support.common import recorded_steps, steps_seen
+from advisor.rules.support.common import run_steps_of, steps_seen
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
@@ -38,8 +38,8 @@ class SlowProfiledSteps(Rule):
     silent_in = ("recorded/leak.slow",)
     validation_note = "CPU recordings: windows whose steps are longer than those around them"
     sources = (
-        Citation("unprofiled steps within 20 steps", "advisor/measure/steps/step_records.py"),
-        Citation("minimum part of the excess, half", "advisor/measure/steps/step_records.py"),
+        Citation("unprofiled steps within 20 steps", "advisor/measure/steps/run_steps.py"),
+        Citation("minimum part of the excess, half", "advisor/measure/steps/run_steps.py"),
     )
     references = ("https://github.com/pytorch/pytorch/issues/144455",)
 
@@ -64,12 +64,12 @@ class SlowProfiledSteps(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        active = recorded.active
-        overhead = recorded.profiler_overhead(active)
-        if overhead is None or overhead < self.min_effect or recorded.count < self.min_steps:
+        run_steps = run_steps_of(a)
+        active = run_steps.active
+        overhead = run_steps.profiler_overhead(active)
+        if overhead is None or overhead < self.min_effect or run_steps.count < self.min_steps:
             return
-        around, profiled = recorded.median_around(active), recorded.median_of(active)
+        around, profiled = run_steps.median_around(active), run_steps.median_of(active)
         assert around is not None and profiled is not None
         is_minimal = a.trace.memory.is_empty() and not (a.trace.cpu["kind"] == "python").any()
         case = "without stacks and memory events" if is_minimal and a.trace.cpu.height else ""
@@ -86,8 +86,8 @@ class SlowProfiledSteps(Rule):
                 Evidence("median step around the window", around, "ns"),
                 Evidence("median profiled step", profiled, "ns"),
                 self.compare("profiled step longer by", overhead, "min_effect"),
-                Evidence("profiled steps", int(recorded.profiled.sum()), "count"),
-                steps_seen(recorded),
+                Evidence("profiled steps", int(run_steps.profiled.sum()), "count"),
+                steps_seen(run_steps),
             ],
             impact=impact_without_gain(_NO_GAIN),
             informational=True,
@@ -201,7 +201,7 @@ class ProfilerEvents(Rule):
     def _case(self, a: Analysis) -> dict[str, Any]:
         if a.trace.meta.format == "nsys":
             return self.case(NSYS)
-        return self.case(RECORDED) if a.recorded is not None else {}
+        return self.case(RECORDED) if a.run_steps is not None else {}
 
     @staticmethod
     def examples() -> Examples:

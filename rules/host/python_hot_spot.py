@@ -316,7 +316,7 @@ class PythonHotSpot(Rule):
         host_kind = a.trace.cpu["kind"].gather(gaps["host"])
         unexplained = (gaps["cause"] == "unknown") & (host_kind != "runtime").fill_null(True)
         idle = int(gaps["dur"].filter(unexplained).sum())
-        sampled = () if a.recorded is None else a.recorded.stacks
+        sampled = () if a.run_steps is None else a.run_steps.stacks
         sampled_code = code_outside(sampled, COMPUTING, self.min_unknown)
         if sampled_code is None and idle >= self.min_unknown * a.span_ns:
             yield SkippedCheck(

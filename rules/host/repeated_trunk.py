@@ -21,7 +21,7 @@ from advisor.rules.support.common import (
     costliest_places,
     of_step,
     outermost_in_steps,
-    recorded_steps,
+    run_steps_of,
 )
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.rules.support.repeated_inputs import read_repeats
@@ -115,8 +115,8 @@ class RepeatedTrunk(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
-        recorded = recorded_steps(a)
-        events = recorded.record.events_of("repeated_inputs")
+        run_steps = run_steps_of(a)
+        events = run_steps.rank_record.events_of("repeated_inputs")
         modules = [
             module for module in read_repeats(events) if module.forwards >= self.min_forwards
         ]
@@ -128,7 +128,7 @@ class RepeatedTrunk(Rule):
             return
         again = [each for each in passes if each.number]
         share, expected = 1.0, len(again) / len(passes)
-        if recorded.inference and not again and not module.has_one_input:
+        if run_steps.inference and not again and not module.has_one_input:
             # a step is one pass
             again, share, expected = passes, module.share_with_same_input, 0.5
         if module.same_input < self.min_repeated_factor * expected * module.forwards or not again:

@@ -21,8 +21,8 @@ from advisor.rules.support.common import (
     find_loader,
     impact_per_step,
     of_step,
-    recorded_steps,
     row_numbers,
+    run_steps_of,
     steps_seen,
     sum_column,
 )
@@ -107,24 +107,24 @@ class SampledHotSpot(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        mean = recorded.mean
+        run_steps = run_steps_of(a)
+        mean = run_steps.mean
         if a.device_id is None or a.trains_on_host or not a.span_ns or not mean:
             return
-        if (a.trace.cpu["kind"] == "python").any() or find_periodic_work(recorded) is not None:
+        if (a.trace.cpu["kind"] == "python").any() or find_periodic_work(run_steps) is not None:
             return
         gaps = self._find_gaps(a)
         idle = int(gaps["dur"].sum())
         if idle < self.min_share * a.span_ns:
             return
-        code = code_outside(recorded.stacks, COMPUTING, self.min_share)
+        code = code_outside(run_steps.stacks, COMPUTING, self.min_share)
         if code is None or code.waits:
             return
         gain = min(code.share, idle / a.span_ns) * mean
         operator_text = self._describe_operators(a, gaps)
         place = code.location
         line = place.function if place.line is None else f"line {place.line}"
-        stacks = _stacks_at(recorded.stacks, place)
+        stacks = _stacks_at(run_steps.stacks, place)
         use = find_library_use(stacks)
         called = code.library_function or ("" if use is None else use.time.function)
         library_text = f", in {called}" if called else ""
@@ -157,7 +157,7 @@ class SampledHotSpot(Rule):
                     "GPU idle while the host computes", idle / a.span_ns, "min_share", per=a.per
                 ),
                 Evidence("mean step", mean, "ns"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             where=[code.location],
             impact=impact_per_step(
@@ -217,7 +217,7 @@ class SampledHotSpot(Rule):
             "not sampled": (_build_service(samples=0), "code is None"),
             "every few steps": (
                 _build_service(every=8),
-                "find_periodic_work(recorded) is not None",
+                "find_periodic_work(run_steps) is not None",
             ),
             "the CPU computes": (_build_service(gpu=None), "a.device_id is None"),
         }

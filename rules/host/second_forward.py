@@ -109,7 +109,7 @@ class SecondForward(Rule):
     def _read_repeated_share(self, a: Analysis) -> float | None:
         """Return the share of compared forwards that repeat an earlier one, or ``None`` if too few
         were compared."""
-        events = [] if a.recorded is None else a.recorded.record.events_of("repeated_inputs")
+        events = [] if a.run_steps is None else a.run_steps.rank_record.events_of("repeated_inputs")
         forwards, repeats = (sum_of_events(events, key) for key in ("forwards", "again"))
         return repeats / forwards if forwards >= self.min_forwards else None
 

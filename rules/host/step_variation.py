@@ -14,14 +14,14 @@ from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
 from advisor.measure.steps.periodic import LOOP_PHASES, find_periodic_work
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.measure.steps.steps import longest_usual_step
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, GPUPROF, STEP_SERIES
 from advisor.rules.support.common import (
     COMPILING,
     MOSTLY_COMPILING,
     impact_over_run,
-    recorded_steps,
+    run_steps_of,
     steps_seen,
     time_compiling,
 )
@@ -47,16 +47,16 @@ class LongSteps(NamedTuple):
     """Number of steps from one long step to the next, or ``None`` if irregular."""
 
 
-def find_long_steps(recorded: StepRecords) -> LongSteps:
+def find_long_steps(run_steps: RunSteps) -> LongSteps:
     """Return the long steps of a record. Validation between two steps counts toward the later
     step."""
-    steps, dur = np.flatnonzero(recorded.timed), recorded.timed_durations
+    steps, dur = np.flatnonzero(run_steps.timed), run_steps.timed_durations
     if not len(steps):
         return LongSteps(steps, np.zeros(0), None)
     median = float(np.median(dur))
     is_long = dur > longest_usual_step(dur)
     rows = steps[is_long]
-    partly_timed = recorded.host_is_ahead  # only some steps are timed: others may be long
+    partly_timed = run_steps.host_is_ahead  # only some steps are timed: others may be long
     return LongSteps(rows, dur[is_long] - median, None if partly_timed else _find_period(rows))
 
 
@@ -69,24 +69,24 @@ def _find_period(rows: Ints) -> int | None:
     return usual if usual >= MIN_PERIOD and regular >= MIN_REGULAR else None
 
 
-def find_causes(recorded: StepRecords, long_steps: LongSteps) -> list[tuple[str, float]]:
+def find_causes(run_steps: RunSteps, long_steps: LongSteps) -> list[tuple[str, float]]:
     """Return phases that take longer than usual in the long steps: (phase, ns over all of them),
     largest first. Garbage collection is listed too, and also stays in its phase."""
     causes = []
-    for name, values in recorded.phases.items():
-        usual = float(np.median(values[recorded.used]))
+    for name, values in run_steps.phases.items():
+        usual = float(np.median(values[run_steps.used]))
         excess = float(np.maximum(0.0, values[long_steps.rows] - usual).sum())
         causes.append((name, excess))
-    pause = float(recorded.column("gc")[long_steps.rows].sum())
+    pause = float(run_steps.column("gc")[long_steps.rows].sum())
     if pause > 0:
         causes.append(("garbage collection", pause))
     return sorted(causes, key=lambda item: -item[1])
 
 
-def _describe_compiling(recorded: StepRecords, lost: float) -> str:
+def _describe_compiling(run_steps: RunSteps, lost: float) -> str:
     """Return a sentence if compiling explains the time lost in long steps. Empty if it does not, or
     without samples."""
-    spent = time_compiling(recorded)
+    spent = time_compiling(run_steps)
     if not lost or spent < MOSTLY_COMPILING * lost:
         return ""
     return f"The sampled stacks show {t.format_duration(spent)} of compiling after the warm-up. "
@@ -145,20 +145,20 @@ class RegularStalls(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        if recorded.count < self.min_steps or not recorded.median:
+        run_steps = run_steps_of(a)
+        if run_steps.count < self.min_steps or not run_steps.median:
             return
-        stalls = find_long_steps(recorded)
-        total = float(recorded.timed_durations.sum())
+        stalls = find_long_steps(run_steps)
+        total = float(run_steps.timed_durations.sum())
         lost = float(stalls.excess.sum())
         if stalls.period is None or lost < self.min_share * total:
             return
-        causes = find_causes(recorded, stalls)
+        causes = find_causes(run_steps, stalls)
         phase = causes[0][0] if causes else "other"
-        compiling = _describe_compiling(recorded, lost)
+        compiling = _describe_compiling(run_steps, lost)
         if phase == "forward" and a.inference is not None:
             return
-        if phase in LOOP_PHASES and not compiling and find_periodic_work(recorded) is not None:
+        if phase in LOOP_PHASES and not compiling and find_periodic_work(run_steps) is not None:
             return
         case = "compiling" if compiling else "while data is fetched" if phase == "data" else ""
         texts = {"fix": self.fix, **(self.case(case) if case else {})}
@@ -168,8 +168,8 @@ class RegularStalls(Rule):
             summary=(
                 f"{t.count_noun(len(stalls.rows), 'step')}, {stalls.period} steps apart, take "
                 f"{t.format_duration(float(stalls.excess.mean()))} more than the median of "
-                f"{t.format_duration(recorded.median)}. They lose {t.format_duration(lost)} of the "
-                f"run ({lost / total:.1%}). {compiling}Longer phases: {_list_causes(causes)}."
+                f"{t.format_duration(run_steps.median)}. They lose {t.format_duration(lost)} of "
+                f"the run ({lost / total:.1%}). {compiling}Longer phases: {_list_causes(causes)}."
             ),
             evidence=[
                 Evidence("time in stalls", lost, "ns"),
@@ -177,7 +177,7 @@ class RegularStalls(Rule):
                 Evidence("stalled steps", len(stalls.rows), "count", MIN_LONG_STEPS),
                 Evidence("steps between two stalls", stalls.period, "count"),
                 Evidence("longest phase in the stalled steps", phase),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_over_run(lost, method="time of the stalled steps beyond the median"),
             **texts,
@@ -189,7 +189,7 @@ class RegularStalls(Rule):
             "every 20 steps": _build_stalls(20, "forward"),
             "the loop's own code": (
                 _build_stalls(20, "other"),
-                "find_periodic_work(recorded) is not None",
+                "find_periodic_work(run_steps) is not None",
             ),
             "every 25 steps": _build_stalls(25, "data"),
             "irregular": (
@@ -266,29 +266,29 @@ class StepJitter(Rule):
     confidence = 0.6
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        if not recorded.median:
+        run_steps = run_steps_of(a)
+        if not run_steps.median:
             return
-        timed, dur = recorded.timed, recorded.timed_durations
+        timed, dur = run_steps.timed, run_steps.timed_durations
         expected = _expected_durations(
-            dur, recorded.column("shapes")[timed], recorded.column("samples")[timed]
+            dur, run_steps.column("shapes")[timed], run_steps.column("samples")[timed]
         )
         if (first := find_jump(dur / expected, self.min_ratio)) is not None:
-            yield self._build_slower_finding(recorded, first)
+            yield self._build_slower_finding(run_steps, first)
             return
-        if recorded.count < self.min_steps:
+        if run_steps.count < self.min_steps:
             return
         ratio = float(np.quantile(dur / expected, 0.99))
         is_long = dur > self.min_ratio * expected
         lost = float((dur - expected)[is_long].sum())
         excess = lost / float(dur.sum())
-        stalls = find_long_steps(recorded)
+        stalls = find_long_steps(run_steps)
         if ratio < self.min_ratio or excess < self.min_excess or stalls.period is not None:
             return
-        if len(stalls.rows) < 2 or find_periodic_work(recorded) is not None:
+        if len(stalls.rows) < 2 or find_periodic_work(run_steps) is not None:
             return  # a single long step may be coincidence
-        causes = [(name, ns) for name, ns in find_causes(recorded, stalls)[:3] if ns > 0]
-        others = _cpu_share_of_others(recorded, stalls.rows)
+        causes = [(name, ns) for name, ns in find_causes(run_steps, stalls)[:3] if ns > 0]
+        others = _cpu_share_of_others(run_steps, stalls.rows)
         if others is not None and others >= self.max_others:
             yield SkippedCheck(
                 what="whether the program itself makes its steps uneven",
@@ -297,8 +297,8 @@ class StepJitter(Rule):
                 record="a run on a machine without other load",
             )
             return
-        compiling = _describe_compiling(recorded, lost)
-        is_eager = a.trains_on_host and recorded.flag("compile") == 0
+        compiling = _describe_compiling(run_steps, lost)
+        is_eager = a.trains_on_host and run_steps.flag("compile") == 0
         case = "compiling" if compiling else "" if is_eager else "may compile"
         in_phase = f", in {t.host_label(causes[0][0])}" if causes else ""
         yield Finding(
@@ -306,10 +306,10 @@ class StepJitter(Rule):
             f"{in_phase}",
             summary=(
                 f"These steps lose {t.format_duration(lost)} together. The median step takes "
-                f"{t.format_duration(recorded.median)}, the longest {t.format_duration(dur.max())}."
-                f" {compiling}"
+                f"{t.format_duration(run_steps.median)}, the longest "
+                f"{t.format_duration(dur.max())}. {compiling}"
                 f"Longer phases: {_list_causes(causes) or 'not recorded'}. The longest: "
-                f"{_list_longest(recorded, stalls)}."
+                f"{_list_longest(run_steps, stalls)}."
             ),
             evidence=[
                 self.compare("99th percentile over the usual step", ratio, "min_ratio", ""),
@@ -317,18 +317,18 @@ class StepJitter(Rule):
                 Evidence("long steps", len(stalls.rows), "count"),
                 Evidence("longest phase in the long steps", causes[0][0] if causes else None),
                 self.compare("CPUs used by other programs", others, "max_others"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_over_run(lost, method="time of the long steps beyond the usual step"),
             **self._advice(case, [name for name, _ in causes]),
         )
 
-    def _build_slower_finding(self, recorded: StepRecords, first: int) -> Finding:
+    def _build_slower_finding(self, run_steps: RunSteps, first: int) -> Finding:
         """Return the finding on steps that are longer from one step on."""
-        steps, dur = np.flatnonzero(recorded.timed), recorded.timed_durations
+        steps, dur = np.flatnonzero(run_steps.timed), run_steps.timed_durations
         before, after = (float(np.median(part)) for part in (dur[:first], dur[first:]))
         late_steps = LongSteps(steps[first:], np.maximum(dur[first:] - before, 0.0), None)
-        number, factor = recorded.steps[steps[first]].n, f"{after / before:.2g}"
+        number, factor = run_steps.steps[steps[first]].n, f"{after / before:.2g}"
         lost = float(late_steps.excess.sum())
         return Finding(
             title=f"From step {number} on, steps take {factor} times as long",
@@ -336,14 +336,14 @@ class StepJitter(Rule):
                 f"The median grows from {t.format_duration(before)} to {t.format_duration(after)} "
                 f"at once, and {t.count_noun(len(late_steps.rows), 'step')} lose "
                 f"{t.format_duration(lost)} together. Longer phases: "
-                f"{_list_causes(find_causes(recorded, late_steps)) or 'not recorded'}."
+                f"{_list_causes(find_causes(run_steps, late_steps)) or 'not recorded'}."
             ),
             evidence=[
                 self.compare(
                     "median of late steps over that of early ones", after / before, "min_ratio", ""
                 ),
                 Evidence("long steps", len(late_steps.rows), "count"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_over_run(lost, method="time of the late steps beyond the early median"),
             **self.case("slower from one step on"),
@@ -404,10 +404,10 @@ def find_jump(ratio: Floats, times: float) -> int | None:
     return None
 
 
-def _list_longest(recorded: StepRecords, long_steps: LongSteps) -> str:
+def _list_longest(run_steps: RunSteps, long_steps: LongSteps) -> str:
     """Return the numbers of the longest steps: ``steps 44, 31 and 90``."""
     rows = long_steps.rows[np.argsort(-long_steps.excess)][:3]
-    named = t.list_names(str(recorded.steps[row].n) for row in rows)
+    named = t.list_names(str(run_steps.steps[row].n) for row in rows)
     return f"{'step' if len(rows) == 1 else 'steps'} {named}"
 
 
@@ -430,20 +430,20 @@ def _build_stalls(
 _LONG = {31, 44, 45, 77, 90, 121, 150, 171, 190, 223}
 
 
-def _cpu_share_of_others(recorded: StepRecords, rows: Ints) -> float | None:
+def _cpu_share_of_others(run_steps: RunSteps, rows: Ints) -> float | None:
     """Return the share of the machine's CPUs that other programs use, in the run or during these
     steps, whichever is larger. ``None`` if not recorded. A sample covers the time before it."""
-    total = recorded.record.rank.cpus_total
+    total = run_steps.rank_record.rank.cpus_total
     loads = [
         (at, max(0.0, (host.cpu - host.process_cpu / total) / 100))
-        for at, host in recorded.hosts
+        for at, host in run_steps.hosts
         if total and host.cpu is not None and host.process_cpu is not None
     ]
     if len(loads) < 3:
         return None
     at, others = (np.array([load[0] for load in loads]), np.array([load[1] for load in loads]))
-    start = np.array([recorded.steps[row].t for row in rows])
-    end = start + recorded.dur[rows]
+    start = np.array([run_steps.steps[row].t for row in rows])
+    end = start + run_steps.dur[rows]
     during_steps = ((at[:, None] > start) & (np.roll(at, 1)[:, None] < end)).any(axis=1)
     share_during_steps = float(others[during_steps].mean()) if during_steps.sum() >= 3 else 0.0
     return max(float(others.mean()), share_during_steps)

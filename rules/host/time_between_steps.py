@@ -12,7 +12,7 @@ from advisor.measure.host import stacks
 from advisor.measure.host.sampled_code import model_call
 from advisor.measure.host.stacks import SampledStack, parse_frame
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
-from advisor.rules.support.common import impact_over_run, recorded_steps, steps_seen
+from advisor.rules.support.common import impact_over_run, run_steps_of, steps_seen
 from advisor.testing import Examples, TraceBuilder
 
 
@@ -104,25 +104,25 @@ class TimeBetweenSteps(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        start, end = recorded.span
-        outside = recorded.outside_steps_ns
-        steps = int(recorded.used.sum())
-        if steps < self.min_steps or recorded.inference or end <= start:
+        run_steps = run_steps_of(a)
+        start, end = run_steps.span
+        outside = run_steps.outside_steps_ns
+        steps = int(run_steps.used.sum())
+        if steps < self.min_steps or run_steps.inference or end <= start:
             return
-        run_ns = recorded.after_first_ns
+        run_ns = run_steps.after_first_ns
         if outside < self.min_share * run_ns:
             return
-        pauses = sum(step.evaluation > 0 for step in recorded.steps if step.n)
+        pauses = sum(step.evaluation > 0 for step in run_steps.steps if step.n)
         before_most_steps = pauses >= self.min_paused_share * steps
-        share, collecting = stacks.share_in(recorded.stacks, _COLLECTS)
+        share, collecting = stacks.share_in(run_steps.stacks, _COLLECTS)
         if (
             share * run_ns > self.min_collecting_share * outside
             and sum(stack.samples for stack in collecting) >= stacks.MIN_SAMPLES
         ):
             yield self._report_collecting(a, share, outside)
             return
-        place, simulated_share = _find_rollout(recorded.stacks)
+        place, simulated_share = _find_rollout(run_steps.stacks)
         case = "before each step" if before_most_steps else ""
         if place is not None:
             is_simulation = simulated_share >= self.min_simulated_share
@@ -139,7 +139,7 @@ class TimeBetweenSteps(Rule):
                 Evidence("time between steps", outside, "ns"),
                 self.compare("time between steps, share of the run", outside / run_ns, "min_share"),
                 Evidence("pauses between steps", pauses, "count"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_over_run(
                 self.saved_share * outside, high=outside, method="half of the time between steps"
@@ -150,8 +150,8 @@ class TimeBetweenSteps(Rule):
     def _report_collecting(self, a: Analysis, share: float, outside: float) -> Finding:
         """Build the finding on an evaluation that appends each batch's logits to a growing tensor.
         ``share``: of the sampled stacks. ``outside``: time between steps, ns."""
-        recorded = recorded_steps(a)
-        spent = min(share * recorded.after_first_ns, outside)
+        run_steps = run_steps_of(a)
+        spent = min(share * run_steps.after_first_ns, outside)
         return Finding(
             summary=(
                 f"Between the training steps, {t.format_duration(spent)} of the run "
@@ -162,14 +162,14 @@ class TimeBetweenSteps(Rule):
                 Evidence("time in appending outputs", spent, "ns"),
                 Evidence("time between steps", outside, "ns"),
                 self.compare("appending, share of it", spent / outside, "min_collecting_share"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_over_run(
                 spent,
                 low=self.saved_share * spent,
                 high=min(self.best_saved_ratio * spent, outside),
                 method="share of the sampled stacks, of the run",
-                total=recorded.after_first_ns,
+                total=run_steps.after_first_ns,
             ),
             confidence=0.8,
             **self.case("collected"),

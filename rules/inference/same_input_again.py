@@ -5,7 +5,7 @@ from advisor.core.finding import Finding, Impact, Outcomes, impact_without_gain
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, XPROF
-from advisor.rules.support.common import impact_per_step, recorded_steps, sum_of_events
+from advisor.rules.support.common import impact_per_step, run_steps_of, sum_of_events
 from advisor.rules.support.repeated_inputs import ModuleRepeats, read_repeats
 from advisor.testing import Examples, TraceBuilder
 
@@ -60,10 +60,10 @@ class SameInputAgain(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        if not recorded.inference or not a.span_ns:
+        run_steps = run_steps_of(a)
+        if not run_steps.inference or not a.span_ns:
             return
-        events = recorded.record.events_of("repeated_inputs")
+        events = run_steps.rank_record.events_of("repeated_inputs")
         forwards, again, total = (sum_of_events(events, key) for key in ("forwards", "again", "ns"))
         if forwards < self.min_forwards or total <= 0:
             return
@@ -111,9 +111,9 @@ class SameInputAgain(Rule):
 
     def _forward_time(self, a: Analysis) -> float | None:
         """Return the time in forward of the run's step, ns, of a program on the CPU."""
-        recorded = recorded_steps(a)
-        share = recorded.share("forward")
-        step = recorded.reference
+        run_steps = run_steps_of(a)
+        share = run_steps.share("forward")
+        step = run_steps.reference
         return None if a.device_id is not None or share is None or not step else share * step
 
     def _estimate_impact(
@@ -128,7 +128,7 @@ class SameInputAgain(Rule):
             low=ns_scale * self.worst_saved_share * module.again_ns,
             high=ns_scale * module.ns,
             method="recorded time of forwards that repeat",
-            of_median=not recorded_steps(a).varies,
+            of_median=not run_steps_of(a).varies,
         )
 
     @staticmethod
@@ -145,7 +145,7 @@ class SameInputAgain(Rule):
             ),
             "small next to the rest": (_build_denoising(ms=0.2), "min_share"),
             "few forwards": (_build_denoising(samples=1, compared=11), "min_forwards"),
-            "a training": (_build_denoising(trained=True), "not recorded.inference"),
+            "a training": (_build_denoising(trained=True), "not run_steps.inference"),
         }
 
 

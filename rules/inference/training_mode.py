@@ -103,7 +103,7 @@ class TrainingMode(Rule):
 
 def _are_outputs_sampled(a: Analysis) -> bool:
     """Return whether a module gets most of its inputs again, with other outputs each time."""
-    events = [] if a.record is None else a.record.events_of("repeated_inputs")
+    events = [] if a.rank_record is None else a.rank_record.events_of("repeated_inputs")
     return any(
         2 * (module.same_input - module.again) > module.forwards and not module.has_one_input
         for module in read_repeats(events)

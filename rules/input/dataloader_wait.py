@@ -27,7 +27,7 @@ from advisor.rules.support.common import (
     has_trainer,
     of_step,
     own_cores,
-    recorded_steps,
+    run_steps_of,
     scale_edit,
     workers_needed,
     workers_of,
@@ -237,15 +237,15 @@ class DataLoaderWait(LoaderWaitRule):
         edit = Edit(
             op="parallelize", select=Select(on="host", name=WORKERS), workers=self.worker_ratio
         )
-        loader = None if a.recorded is None else find_loader(a)
-        cpus = None if a.record is None else a.record.rank.cpus
+        loader = None if a.run_steps is None else find_loader(a)
+        cpus = None if a.rank_record is None else a.rank_record.rank.cpus
         workers = None if loader is None else workers_of(loader)
         if cpus is None or workers is None:
             return {"edits": [edit]}
         cores = int(own_cores(a, cpus))
         if workers < cores - 1:
             return {"edits": [edit]}
-        threads = recorded_steps(a).flag("num_threads")
+        threads = run_steps_of(a).flag("num_threads")
         edits = [edit]
         if a.trains_on_host and isinstance(threads, int) and threads + workers > cores:
             part = cores / (min(threads, cores) + workers)  # the training's share of the cores
@@ -405,7 +405,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         calls = find_loading_calls(a, waits)
         moved_ns = moved_share * waits.total / a.step_count
         needed = workers_needed(moved_ns, a.step_ns - exposed / a.step_count)
-        cores = None if a.record is None else a.record.rank.cpus
+        cores = None if a.rank_record is None else a.rank_record.rank.cpus
         workers = min(needed + 1, self.max_workers if cores is None else max(1, cores))
         fix, code = self.fix, self.code
         if needed > workers:
@@ -416,7 +416,7 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         own_share = estimate_contended_loading(a, share, alone=True)
         if own_share is not None and own_share > self.max_taken:
             fix, code = self.case("the training computes on the same cores").values()
-        loaders = [] if a.recorded is None else a.recorded.loaders
+        loaders = [] if a.run_steps is None else a.run_steps.loaders
         by_batch = bool(loaders) and all(x.get("batch_size", 0) is None for x in loaders)
         if by_batch:
             code = self.case("batches made by the Dataset")["code"]
@@ -628,8 +628,8 @@ def _add_stacks(b: TraceBuilder) -> None:
 
 def _warn_of_busy_cores(a: Analysis) -> str:
     """Say that no core is free for workers. Empty if one is, or if it is unknown."""
-    cores = None if a.record is None else a.record.rank.cpus
-    free = None if a.recorded is None else a.recorded.free_cores
+    cores = None if a.rank_record is None else a.rank_record.rank.cpus
+    free = None if a.run_steps is None else a.run_steps.free_cores
     if cores is None or free is None or free >= 1:
         return ""
     return f" {cores - free:.1f} of {t.count_noun(cores, 'core')} are busy: workers share them."
@@ -642,8 +642,8 @@ def _assume_cores(a: Analysis, workers: int, cores: int | None) -> str:
         text += " besides those that the step computes on"
     if cores is None:
         return text
-    used = None if a.recorded is None else a.recorded.used_cores
-    others = None if a.recorded is None else a.recorded.other_programs_cores
+    used = None if a.run_steps is None else a.run_steps.used_cores
+    others = None if a.run_steps is None else a.run_steps.other_programs_cores
     busy_text = "" if used is None else f" and keeps {used:.1f} busy"
     busy_text += "" if used is None or others is None else f", other programs {others:.1f}"
     return f"{text} (the process may use {cores}{busy_text})"

@@ -21,7 +21,7 @@ from advisor.rules.support.common import (
     impact_per_step,
     is_share,
     of_step,
-    recorded_steps,
+    run_steps_of,
     scale_edit,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -104,7 +104,7 @@ class IgnoredLabels(Rule):
         ns = _measure_device_ns(a, edits) if edits else work.ns
         if ns < self.min_share * a.span_ns:
             return
-        line = line_of_function(recorded_steps(a).stacks, "cross_entropy")
+        line = line_of_function(run_steps_of(a).stacks, "cross_entropy")
         yield Finding(
             summary=(
                 f"The loss ignores {ignored:.0%} of the labels, and logits over "
@@ -133,7 +133,7 @@ class IgnoredLabels(Rule):
             select = Select(on="gpu", kind=("kernel",), correlation=ids)
             return [scale_edit(select, used_share, 0.9 * used_share, 1 - 0.7 * ignored)], None
         share = work.ns / max(a.span_ns, 1)
-        gain = ignored * share * (recorded_steps(a).median or a.step_ns)
+        gain = ignored * share * (run_steps_of(a).median or a.step_ns)
         method = "ignored share x time of the logits"
         impact = impact_per_step(
             a, gain, low=0.6 * gain, high=1.3 * gain, method=method, of_median=True, of_host=False
@@ -158,7 +158,7 @@ def _read_samples(a: Analysis, classes: float) -> tuple[list[float], float]:
     number of labels."""
     valid = [
         (share, rows * columns)
-        for event in recorded_steps(a).record.events_of("labels")
+        for event in run_steps_of(a).rank_record.events_of("labels")
         if is_share(share := event.get("ignored"))
         if isinstance(rows := event.get("rows"), int)
         if isinstance(columns := event.get("columns"), int)

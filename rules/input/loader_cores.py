@@ -28,7 +28,7 @@ from advisor.rules.support.common import (
     find_loader,
     impact_per_step,
     own_cores,
-    recorded_steps,
+    run_steps_of,
     steps_seen,
     workers_needed,
     workers_of,
@@ -123,13 +123,13 @@ class LoaderWorkers(LoadingRule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         loader = find_loader(a)
-        cpus = recorded.record.rank.cpus
+        cpus = run_steps.rank_record.rank.cpus
         if loader is None:
             return
         workers = workers_of(loader)
-        wait = recorded.phase("data")
+        wait = run_steps.phase("data")
         if workers is None or cpus is None or wait is None:
             yield SkippedCheck(
                 what="whether the number of DataLoader workers matches the cores",
@@ -137,7 +137,7 @@ class LoaderWorkers(LoadingRule):
             )
             return
         cores = own_cores(a, cpus)
-        share = recorded.share("data") or 0.0
+        share = run_steps.share("data") or 0.0
         moved_share = sample_loading(a).movable_share
         share *= moved_share
         mean_wait = moved_share * float(wait.mean())
@@ -152,7 +152,7 @@ class LoaderWorkers(LoadingRule):
         ):
             yield self._report_too_few(a, workers, cores, mean_wait, share)
         elif workers > self.max_workers_per_core * cores:
-            busy = recorded.used_cores
+            busy = run_steps.used_cores
             if busy is not None and busy >= self.max_busy_cpus * cores:
                 yield self._report_too_many(a, workers, cores, busy)
 
@@ -160,16 +160,16 @@ class LoaderWorkers(LoadingRule):
         """Return whether this process computes on the cores that more workers would need."""
         if not workers:
             return (estimate_contended_loading(a, share) or 0.0) > self.max_taken
-        busy, cores = recorded_steps(a).used_cores, recorded_steps(a).record.rank.cpus
+        busy, cores = run_steps_of(a).used_cores, run_steps_of(a).rank_record.rank.cpus
         return bool(a.trains_on_host and busy and cores and busy > self.max_busy_cpus * cores)
 
     def _report_too_few(
         self, a: Analysis, workers: int, cores: float, wait: float, share: float
     ) -> Finding:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         samples = sample_loading(a)
         line = samples.other_line if samples.movable_share < 1 else None
-        step = recorded.mean or 0.0
+        step = run_steps.mean or 0.0
         other_ns = step - wait
         best = max(1, int(cores) - (0 if cores < 2 else 1), workers + 1)
         if not workers:
@@ -210,7 +210,7 @@ class LoaderWorkers(LoadingRule):
                 Evidence("workers", workers, "count"),
                 Evidence("cores per main process", cores, "count"),
                 self.compare("workers per core", workers / cores, "min_workers_per_core", ""),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             where=lines_of(use) or ([] if line is None else [line.location]),
             alternatives="loader",
@@ -349,9 +349,9 @@ class CpuBoundTransforms(SharedCoresRule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         loader = find_loader(a)
-        share = recorded.share("data")
+        share = run_steps.share("data")
         if loader is None or not workers_of(loader) or share is None:
             return
         taken = _measure_taken_cores(a)
@@ -360,8 +360,8 @@ class CpuBoundTransforms(SharedCoresRule):
             return
         if share < self.min_wait:
             return
-        cpu_percent = recorded.host("process_cpu")
-        cpus = recorded.record.rank.cpus
+        cpu_percent = run_steps.host("process_cpu")
+        cpus = run_steps.rank_record.rank.cpus
         if len(cpu_percent) < MIN_CPU_SAMPLES or cpus is None:
             yield SkippedCheck(
                 what="whether the cores limit the DataLoader",
@@ -371,11 +371,11 @@ class CpuBoundTransforms(SharedCoresRule):
             return
         cores = own_cores(a, cpus)
         busy = float(cpu_percent.mean()) / 100 / cores
-        disk = recorded.counter_increase("disk_read")
+        disk = run_steps.counter_increase("disk_read")
         disk_rate = None if disk is None else max(0.0, disk[0] * 1e9 / disk[1])
         if busy < self.min_cpu or (disk_rate or 0.0) >= self.max_disk or a.is_device_bound:
             return
-        wait = share * (recorded.mean or 0.0)
+        wait = share * (run_steps.mean or 0.0)
         yield Finding(
             summary=(
                 f"Waiting for data takes {t.format_duration(wait)} of each step ({share:.0%}), "
@@ -388,14 +388,14 @@ class CpuBoundTransforms(SharedCoresRule):
                 self.compare("CPU use, share of the cores", busy, "min_cpu"),
                 Evidence("cores per main process", cores, "count"),
                 self.compare("disk reads", disk_rate, "max_disk", "bytes/s"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_per_step(a, wait),
         )
 
     def _report_taken(self, a: Analysis, loader: dict[str, Any], taken: TakenCores) -> Finding:
-        recorded = recorded_steps(a)
-        step = recorded.mean or 0.0
+        run_steps = run_steps_of(a)
+        step = run_steps.mean or 0.0
         frame = parse_frame(str(loader.get("item")))
         where = [] if frame is None else [frame.location]
         saving, busy_share = taken.gain, taken.busy_share
@@ -414,7 +414,7 @@ class CpuBoundTransforms(SharedCoresRule):
                 self.compare(
                     "gain if the cores sufficed, share", taken.gain, "min_wait", per="step"
                 ),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_per_step(
                 a,
@@ -481,16 +481,16 @@ class TakenCores(NamedTuple):
 def _measure_taken_cores(a: Analysis) -> TakenCores | None:
     """Return the cores that workers take from a training on the CPU, or ``None`` if a GPU trains,
     or CPU use was not sampled by process."""
-    recorded = recorded_steps(a)
-    workers, cpus = recorded.host("children_cpu"), recorded.record.rank.cpus
-    threads, used_cores = recorded.flag("num_threads"), recorded.used_cores
+    run_steps = run_steps_of(a)
+    workers, cpus = run_steps.host("children_cpu"), run_steps.rank_record.rank.cpus
+    threads, used_cores = run_steps.flag("num_threads"), run_steps.used_cores
     if not a.trains_on_host or len(workers) < MIN_CPU_SAMPLES or cpus is None or used_cores is None:
         return None
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         return None
     cores = own_cores(a, cpus)
     worker_cores = float(workers.mean()) / 100
-    other_cores = recorded.other_programs_cores or 0.0
+    other_cores = run_steps.other_programs_cores or 0.0
     training, wanted = max(0.0, used_cores - worker_cores), min(float(threads), cores)
     if not worker_cores or not training:
         return None

@@ -15,7 +15,7 @@ from advisor.rules.support.common import (
     impact_per_step,
     is_share,
     outermost_in_steps,
-    recorded_steps,
+    run_steps_of,
     scale_edit,
     steps_seen,
 )
@@ -193,7 +193,7 @@ class PaddingWaste(Rule):
         evidence = [
             self.compare("padding, share of the tokens", mean, "min_padding"),
             self.compare("batches sampled", len(padding.all), "min_samples", "count"),
-            steps_seen(recorded_steps(a)),
+            steps_seen(run_steps_of(a)),
         ]
         if beyond is not None:
             evidence.insert(1, Evidence("padding beyond the longest sequence", beyond, "share"))
@@ -204,7 +204,7 @@ class PaddingWaste(Rule):
             texts |= self.case("frames")
         elif is_sorted:
             texts = self.case("sorted")
-        elif not is_beyond and recorded_steps(a).inference:
+        elif not is_beyond and run_steps_of(a).inference:
             texts = self.case("requests")
         yield Finding(
             summary=summary,
@@ -219,7 +219,7 @@ class PaddingWaste(Rule):
         """Return the time in the model in the run's step, ns, or 0 where a device computes."""
         if a.device_id is not None:
             return 0.0
-        phases = (recorded_steps(a).phase(name) for name in ("forward", "backward"))
+        phases = (run_steps_of(a).phase(name) for name in ("forward", "backward"))
         return sum(float(np.median(values)) for values in phases if values is not None)
 
     @staticmethod
@@ -286,24 +286,24 @@ _PACKS = r"_nested_tensor_from_mask|_pack_padded_sequence|_nested_from_padded"
 def _read_samples(a: Analysis, min_sorted_share: float) -> Padding:
     """Return the samples of forward passes, or of the loader's batches if those are more. Batches
     are sorted if ``min_sorted_share`` of them have their rows in the order of length."""
-    recorded = recorded_steps(a)
-    column = recorded.column("padding")
-    column = column[recorded.after_warmup & ~np.isnan(column)]
+    run_steps = run_steps_of(a)
+    column = run_steps.column("padding")
+    column = column[run_steps.after_warmup & ~np.isnan(column)]
     events = [
         (share, beyond, event.get("columns"))
-        for event in recorded.record.events_of("padding")
+        for event in run_steps.rank_record.events_of("padding")
         if is_share(share := event.get("padding")) and is_share(beyond := event.get("beyond"))
     ]
     if not events or len(events) < len(column):
         return Padding(column, None, None)
     shares = np.array([row[:2] for row in events], dtype=np.float64)
     lengths = [length for *_, length in events if isinstance(length, int) and length > 0]
-    is_signal = any(event.get("signal") for event in recorded.record.events_of("padding"))
+    is_signal = any(event.get("signal") for event in run_steps.rank_record.events_of("padding"))
     length = int(np.median(lengths)) if lengths else None
     unit = "frames" if is_signal else "tokens"
     split = [
         share
-        for event in recorded.record.events_of("padding")
+        for event in run_steps.rank_record.events_of("padding")
         if is_share(share := event.get("split"))
     ]
     is_sorted = len(split) >= min_sorted_share * len(events)

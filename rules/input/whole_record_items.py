@@ -123,17 +123,17 @@ class WholeRecordItems(Rule):
     def _estimate(self, a: Analysis, share: float) -> dict[str, Any]:
         """Return the gain of the run's steps if they are recorded, as the profiler slows down small
         operators, or else the edit of the window."""
-        recorded = a.recorded
-        loading = None if recorded is None else recorded.share("data")
-        step = None if recorded is None else recorded.reference
-        if recorded is None or loading is None or not step or a.device_id is not None:
+        run_steps = a.run_steps
+        loading = None if run_steps is None else run_steps.share("data")
+        step = None if run_steps is None else run_steps.reference
+        if run_steps is None or loading is None or not step or a.device_id is not None:
             worst = 1 - self.worst_saved_share * share
             select = Select(on="host", name=SINGLE_PROCESS)
             return {"edits": [scale_edit(select, 1 - share, 1 - share, worst)]}
         ns = share * loading * step
         low = self.worst_saved_share * ns
         impact = impact_per_step(
-            a, self.saved_share * ns, low=low, high=ns, of_median=not recorded.varies
+            a, self.saved_share * ns, low=low, high=ns, of_median=not run_steps.varies
         )
         return {"impact": impact}
 

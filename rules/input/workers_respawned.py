@@ -12,7 +12,7 @@ from advisor.rules.support.common import (
     find_loader,
     impact_over_run,
     impact_per_step,
-    recorded_steps,
+    run_steps_of,
     steps_seen,
     time_of_restart,
     workers_of,
@@ -68,25 +68,25 @@ class WorkersRespawned(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         feed = find_loader(a)
         if feed is None or not workers_of(feed) or feed.get("persistent_workers") is not False:
             return
         starts = [
             event
-            for event in recorded.record.events
+            for event in run_steps.rank_record.events
             if event.kind == "loader_iter"
             and event.data.get("id") == feed.get("id")
             and not event.data.get("evaluation")
         ][1:]
-        wait = recorded.phases.get("data")
-        if len(starts) < self.min_epochs or wait is None or not recorded.count:
+        wait = run_steps.phases.get("data")
+        if len(starts) < self.min_epochs or wait is None or not run_steps.count:
             return
-        median_wait = float(np.median(wait[recorded.used]))
-        best_wait = float(np.quantile(wait[recorded.used], BEST_WAIT_QUANTILE))
+        median_wait = float(np.median(wait[run_steps.used]))
+        best_wait = float(np.quantile(wait[run_steps.used], BEST_WAIT_QUANTILE))
         workers = workers_of(feed) or 0
         filling = np.zeros(len(wait), dtype=bool)
-        end = recorded.ts + recorded.dur
+        end = run_steps.ts + run_steps.dur
         costs, spawns = [], []
         for event in starts:
             first = int(np.searchsorted(end, find_iterator_start(event), side="right"))
@@ -100,7 +100,7 @@ class WorkersRespawned(Rule):
         if len(costs) < self.min_epochs:
             return
         first_step = max(int(np.searchsorted(end, find_iterator_start(starts[0]))), 0)
-        total = float((recorded.dur + recorded.column("evaluation"))[first_step:].sum())
+        total = float((run_steps.dur + run_steps.column("evaluation"))[first_step:].sum())
         start_costs = np.array(costs) + np.array(spawns)
         lost = float(start_costs.sum())
         upper = float(np.sum(spawns)) + float(np.maximum(0.0, wait[filling] - best_wait).sum())
@@ -234,26 +234,26 @@ class PrefetchStarved(Rule):
     )
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         feed = find_loader(a)
-        wait = recorded.phase("data")
-        if feed is None or wait is None or len(wait) < self.min_steps or not recorded.median:
+        wait = run_steps.phase("data")
+        if feed is None or wait is None or len(wait) < self.min_steps or not run_steps.median:
             return
         workers = workers_of(feed)
         if not workers or a.is_device_bound:
             return
-        is_kept = ~_find_steps_at_start(a)[recorded.used]
+        is_kept = ~_find_steps_at_start(a)[run_steps.used]
         wait = wait[is_kept]
         if len(wait) < self.min_steps:
             return
         factor = feed.get("prefetch_factor")
         factor = factor if isinstance(factor, int) and factor > 0 else 2
-        starved = wait >= self.min_wait_share * recorded.median
+        starved = wait >= self.min_wait_share * run_steps.median
         length = max(8, workers * factor)
         stretches = [
             starved[i : i + length].any() for i in range(0, len(starved) - length + 1, length)
         ]
-        share = float(wait.sum()) / float(recorded.dur[recorded.used].sum())
+        share = float(wait.sum()) / float(run_steps.dur[run_steps.used].sum())
         p95 = float(np.quantile(wait, 0.95))
         if (
             len(stretches) < 3
@@ -279,7 +279,7 @@ class PrefetchStarved(Rule):
                     "stretches without a wait", 1 - float(np.mean(stretches)), "min_unstarved_share"
                 ),
                 Evidence("prefetched batches", workers * factor, "count"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_per_step(a, lost_ns),
             code=self.code.format(workers=workers, twice=2 * factor),
@@ -304,13 +304,15 @@ class PrefetchStarved(Rule):
 
 def _find_steps_at_start(a: Analysis) -> np.ndarray:
     """Return the steps in which, or right before which, an iterator of a loader begins."""
-    recorded = recorded_steps(a)
+    run_steps = run_steps_of(a)
     starts = np.array(
-        sorted(find_iterator_start(e) for e in recorded.record.events if e.kind == "loader_iter"),
+        sorted(
+            find_iterator_start(e) for e in run_steps.rank_record.events if e.kind == "loader_iter"
+        ),
         dtype=np.int64,
     )
-    end = recorded.ts + recorded.dur
-    previous_start = np.concatenate([[0], recorded.ts[:-1]]) if len(recorded.ts) else recorded.ts
+    end = run_steps.ts + run_steps.dur
+    previous_start = np.concatenate([[0], run_steps.ts[:-1]]) if len(run_steps.ts) else run_steps.ts
     at_start: np.ndarray = np.searchsorted(starts, end) > np.searchsorted(starts, previous_start)
     return at_start
 

@@ -726,7 +726,7 @@ def _find_fp32_mask(a: Analysis) -> kernel_work.Mask:
 def _list_switches(a: Analysis) -> list[Evidence]:
     """Return the recorded settings of the TF32 switches."""
     names = ("float32_matmul_precision", "cuda.matmul.allow_tf32", "cudnn.allow_tf32")
-    flags = {} if a.recorded is None else a.recorded.record.rank.flags
+    flags = {} if a.run_steps is None else a.run_steps.rank_record.rank.flags
     return [Evidence(name, str(flags[name])) for name in names if name in flags]
 
 

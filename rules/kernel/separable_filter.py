@@ -193,13 +193,13 @@ def _find_places(a: Analysis, filter_: Filter) -> list[Location]:
     """Return the places of the calls. If the window has no stacks, sampled stacks outside
     ``nn.Conv2d`` give the first place."""
     places = costliest_places(a, np.array(filter_.forward))
-    if a.recorded is None or any(place.file for place in places):
+    if a.run_steps is None or any(place.file for place in places):
         return places
     called = f"conv{len(filter_.weight) - 2}d"
     line = hottest_line(
         [
             stack
-            for stack in a.recorded.stacks
+            for stack in a.run_steps.stacks
             if stack.called.endswith(called) and "_conv_forward" not in stack.frames[-1]
         ]
     )

@@ -16,7 +16,7 @@ from advisor.measure.host.operators import operator_mask
 from advisor.rules.support import kernel_work
 from advisor.rules.support.below_rate import ON_ROCM, BelowRate, SlowCause
 from advisor.rules.support.citations import CHOSEN, RATES, TRACELENS, TRIED_ON_TRACES
-from advisor.rules.support.common import example_steps, recorded_steps, shapes_by_step
+from advisor.rules.support.common import example_steps, run_steps_of, shapes_by_step
 from advisor.testing import Examples, TraceBuilder
 
 SEARCH = "a search in the library"
@@ -156,7 +156,7 @@ class SlowConvolution(BelowRate):
                 verb = "is not a multiple" if len(unaligned) == 1 else "are not multiples"
                 text = f"channels: {' and '.join(map(str, unaligned))} {verb} of 8"
                 causes.append(SlowCause(text, "channels are not multiples of 8"))
-        is_timed = a.recorded is not None and a.recorded.flag("cudnn.benchmark") is True
+        is_timed = a.run_steps is not None and a.run_steps.flag("cudnn.benchmark") is True
         constant, _, _ = _constant_shapes(a)
         is_searched = is_timed or (constant is not None and constant < MIN_CONSTANT_SHARE)
         is_ordered = inputs is not None and any(map(kernel_work.is_channels_last, inputs.tensors))
@@ -249,8 +249,8 @@ def _constant_shapes(a: Analysis) -> tuple[float | None, str, int]:
     """Return the share with the most frequent shape, what it is a share of (recorded batches, or
     else profiled steps), and their number. The share is ``None`` if too few are known."""
     shapes, unit = np.zeros(0), "batches"
-    if a.recorded is not None:
-        shapes = a.recorded.column("shapes")
+    if a.run_steps is not None:
+        shapes = a.run_steps.column("shapes")
         shapes = shapes[~np.isnan(shapes)]
     if len(shapes) < MIN_BATCHES:
         shapes, unit = shapes_by_step(a, _CONVOLUTIONS), "profiled steps"
@@ -298,10 +298,10 @@ class CudnnBenchmarkOff(Rule):
     confidence = 0.6
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
-        if recorded.flag("cudnn.benchmark") is not False or a.device_id is None:
+        run_steps = run_steps_of(a)
+        if run_steps.flag("cudnn.benchmark") is not False or a.device_id is None:
             return
-        if recorded.flag("cudnn.deterministic") or recorded.flag("deterministic_algorithms"):
+        if run_steps.flag("cudnn.deterministic") or run_steps.flag("deterministic_algorithms"):
             return
         kernels = kernel_work.kernel_mask(a)
         total = kernel_work.summed_duration(a, kernels)
@@ -330,7 +330,7 @@ class CudnnBenchmarkOff(Rule):
 
     @staticmethod
     def examples() -> Examples:
-        switch = "recorded.flag('cudnn.benchmark') is not False"
+        switch = "run_steps.flag('cudnn.benchmark') is not False"
         deterministic: dict[str, object] = {"cudnn.benchmark": False, "cudnn.deterministic": True}
         return {
             "one shape": _build_run(),
@@ -340,7 +340,7 @@ class CudnnBenchmarkOff(Rule):
                 _build_run(kernel="ampere_sgemm_128x64_nn", op="aten::mm"),
                 "share < self.min_share",
             ),
-            "deterministic": (_build_run(deterministic), "recorded.flag('cudnn.deterministic')"),
+            "deterministic": (_build_run(deterministic), "run_steps.flag('cudnn.deterministic')"),
             "not recorded": (_build_run({}), switch),
         }
 

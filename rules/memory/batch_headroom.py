@@ -9,7 +9,7 @@ from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN, GPU_IDLE, SAGEMAKER, TRACEML
-from advisor.rules.support.common import recorded_steps, steps_seen
+from advisor.rules.support.common import run_steps_of, steps_seen
 from advisor.rules.support.device_memory import held_by_others, last_known
 from advisor.rules.support.launch_gaps import measure_launch_gaps
 from advisor.testing import Examples, TraceBuilder
@@ -78,11 +78,11 @@ class BatchHeadroom(Rule):
     }
 
     def check(self, a: Analysis) -> Outcomes:
-        recorded = recorded_steps(a)
+        run_steps = run_steps_of(a)
         total = gpu_capacity(a)
-        peak = last_known(recorded.column("peak"))
-        reserved = recorded.column("reserved")
-        if not total or peak is None or not recorded.count:
+        peak = last_known(run_steps.column("peak"))
+        reserved = run_steps.column("reserved")
+        if not total or peak is None or not run_steps.count:
             return
         held = float(np.nanmax(reserved)) if (~np.isnan(reserved)).any() else peak
         others = held_by_others(a)
@@ -103,7 +103,7 @@ class BatchHeadroom(Rule):
         factor = int((self.target_share * total - others) / max(held, 1.0))
         factor_text = f"up to {factor}" if factor < MAX_FACTOR else f"{MAX_FACTOR} or more"
         others_text = f" Other processes hold {t.format_bytes(others)}." * bool(others)
-        samples = recorded.column("samples")[recorded.used]
+        samples = run_steps.column("samples")[run_steps.used]
         samples = samples[~np.isnan(samples)]
         batch_size = float(np.median(samples)) if len(samples) else None
         yield Finding(
@@ -121,7 +121,7 @@ class BatchHeadroom(Rule):
                 ),
                 Evidence(label, value, "share"),
                 Evidence("samples per batch", batch_size, "count"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_without_gain("the recording does not show how fast a larger batch is"),
             informational=True,
@@ -132,11 +132,11 @@ class BatchHeadroom(Rule):
         gaps = measure_launch_gaps(a) if a.span_ns and a.device_id is not None else None
         if gaps is not None:
             return gaps.idle < self.min_launch_gap_share * (a.span_ns - a.breakdown.busy.total)
-        recorded = recorded_steps(a)
-        loading = recorded.phase("data")
-        if loading is None or not len(loading) or not recorded.median:
+        run_steps = run_steps_of(a)
+        loading = run_steps.phase("data")
+        if loading is None or not len(loading) or not run_steps.median:
             return False
-        return float(np.nanmedian(loading)) > self.max_loading_share * recorded.median
+        return float(np.nanmedian(loading)) > self.max_loading_share * run_steps.median
 
     @staticmethod
     def examples() -> Examples:
@@ -174,11 +174,11 @@ def _measure_activity(a: Analysis) -> tuple[str, float, str] | None:
     """Return (label, share, kind) of the best measure of how busy the GPU is."""
     if a.own_busy_share is not None:
         return "GPU busy, share of the step", a.own_busy_share, "busy"
-    recorded = recorded_steps(a)
-    active = [gpu.gpm["sm_util"] for gpu in recorded.gpus if gpu.gpm and "sm_util" in gpu.gpm]
+    run_steps = run_steps_of(a)
+    active = [gpu.gpm["sm_util"] for gpu in run_steps.gpus if gpu.gpm and "sm_util" in gpu.gpm]
     if len(active) >= 5:
         return "multiprocessors active", float(np.mean(active)) / 100, "active"
-    used = recorded.gpu("utilisation")
+    used = run_steps.gpu("utilisation")
     if len(used) >= 5:
         return "utilization, 95th percentile", float(np.quantile(used, 0.95)) / 100, "active"
     return None

@@ -24,8 +24,8 @@ from advisor.rules.support.common import (
     costliest_places,
     of_step,
     per_step,
-    recorded_steps,
     row_numbers,
+    run_steps_of,
     steps_seen,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -219,20 +219,20 @@ class EvaluationGraphs(EvalWithoutNoGrad):
     def check(self, a: Analysis) -> Outcomes:
         """Sum up the counts after the first step. Between a loader's batches, forward passes over
         data in memory belong to the step before."""
-        recorded = recorded_steps(a)
-        infers = recorded.inference  # then the whole run is the evaluation
-        next_steps = zip(recorded.steps, recorded.steps[0 if infers else 1 :], strict=False)
+        run_steps = run_steps_of(a)
+        infers = run_steps.inference  # then the whole run is the evaluation
+        next_steps = zip(run_steps.steps, run_steps.steps[0 if infers else 1 :], strict=False)
         pairs = [(before, step) for before, step in next_steps if step.unused_graphs > 0]
         count = sum(step.unused_graphs for _, step in pairs)
         if count < self.min_numbers:
             return
-        forward = recorded.phase("forward")
+        forward = run_steps.phase("forward")
         usual = 0.0 if forward is None or infers else float(np.median(forward))
         spent = sum(
             min(max(step.evaluation or before.phases.get("forward", 0) - usual, 0), MAX_VALUE)
             for before, step in pairs
         )
-        run_ns = recorded.outside_steps_ns + float(recorded.dur.sum())
+        run_ns = run_steps.outside_steps_ns + float(run_steps.dur.sum())
         if spent < self.min_step * run_ns:
             return
         if not a.record_only and any(super().check(a)):
@@ -253,7 +253,7 @@ class EvaluationGraphs(EvalWithoutNoGrad):
                 self.compare("forward passes", count, "min_numbers", "count"),
                 Evidence("time of the pauses with such passes", spent, "ns"),
                 self.compare("time of these pauses, share of the run", spent / run_ns, "min_step"),
-                steps_seen(recorded),
+                steps_seen(run_steps),
             ],
             impact=impact_risk("the graphs hold memory as long as the program keeps their results"),
         )

@@ -222,7 +222,7 @@ class JoinedList(Rule):
         if repeats.max(initial=0) > self.max_repeats * a.step_count:
             return
         per_step, before = ns / a.step_count, before_ns / a.step_count
-        run_time = None if a.recorded is None else a.recorded.step_time
+        run_time = None if a.run_steps is None else a.run_steps.step_time
         in_run = 1.0 if run_time is None else min(1.0, run_time.reference_ns / a.step_ns)
         edits: list[Edit] = []
         if a.device_id is not None:

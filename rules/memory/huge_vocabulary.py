@@ -34,7 +34,7 @@ _LOG_SOFTMAX_BACKWARD = r"^aten::_log_softmax_backward_data$"
 
 def _recorded_peak(a: Analysis) -> int | None:
     """Return the largest peak of the run's steps, bytes, or ``None`` if it was not recorded."""
-    peaks = np.zeros(0) if a.recorded is None else a.recorded.column("peak")
+    peaks = np.zeros(0) if a.run_steps is None else a.run_steps.column("peak")
     peaks = peaks[~np.isnan(peaks)]
     return int(peaks.max()) or None if len(peaks) else None
 

@@ -20,9 +20,9 @@ from advisor.measure import Analysis
 from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.peak_memory import PeakMemory, fullest_devices, growing_lines
 from advisor.measure.memory.trace_memory import gpu_capacity
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.rules.support.citations import CHOSEN, TRACEML, public_traces
-from advisor.rules.support.common import recorded_steps
+from advisor.rules.support.common import run_steps_of
 from advisor.rules.support.device_memory import (
     last_known,
     line_name,
@@ -215,10 +215,10 @@ class MemoryLeak(Rule):
     def check(self, a: Analysis) -> Outcomes:
         in_snapshot = list(self._check_snapshot(a)) or list(self._check_series(a))
         yield from in_snapshot
-        if a.recorded is None:
+        if a.run_steps is None:
             return
-        recorded = recorded_steps(a)
-        counted = recorded.after_warmup
+        run_steps = run_steps_of(a)
+        counted = run_steps.after_warmup
         if int(counted.sum()) < self.min_steps:
             yield SkippedCheck(
                 what="whether memory grows from step to step",
@@ -226,13 +226,13 @@ class MemoryLeak(Rule):
                 record=f"a run of {2 * self.min_steps} steps or more",
             )
             return
-        device = recorded.column("allocated")[counted]
+        device = run_steps.column("allocated")[counted]
         growth, is_steady = measure_growth(device)
         if is_steady and growth >= self.min_growth and not in_snapshot:
             yield self._build_finding(a, "GPU memory in tensors", device, growth, gpu_capacity(a))
-        host = _measure_resident(recorded)
+        host = _measure_resident(run_steps)
         growth, is_steady = measure_growth(host)
-        total = recorded.record.rank.memory_bytes
+        total = run_steps.rank_record.rank.memory_bytes
         limit = max(self.min_host_growth, self.min_host_share * (total or 0))
         if is_steady and growth >= limit:
             yield self._build_finding(a, "resident memory of the process", host, growth, total)
@@ -240,8 +240,8 @@ class MemoryLeak(Rule):
     def _build_finding(
         self, a: Analysis, what: str, values: np.ndarray, growth: float, total: int | None
     ) -> Finding:
-        recorded = recorded_steps(a)
-        steps = int(recorded.after_warmup.sum())
+        run_steps = run_steps_of(a)
+        steps = int(run_steps.after_warmup.sum())
         rate = growth / steps
         now = last_known(values)
         left: int | None = None
@@ -385,7 +385,7 @@ class MemoryLeak(Rule):
             ),
             "a snapshot of steps that hold nothing": (
                 snapshot_example(steps=12),
-                "a.recorded is None",
+                "a.run_steps is None",
             ),
         }
 
@@ -394,19 +394,19 @@ def _name_moment(peak: PeakMemory) -> str:
     return "at the peak" if peak.history.failed_event is None else "when memory ran out"
 
 
-def _measure_resident(recorded: StepRecords) -> Floats:
+def _measure_resident(run_steps: RunSteps) -> Floats:
     """Return resident memory after the warm-up, from steps and telemetry, in order of time. Growth
     while the recorder profiles and writes a trace is due to the recorder, and left out."""
-    start, end = recorded.span
-    samples = [(s.t, s.rss) for s in recorded.steps if s.rss is not None and s.t >= start]
-    samples += [(times, host.rss) for times, host in recorded.hosts if host.rss is not None]
+    start, end = run_steps.span
+    samples = [(s.t, s.rss) for s in run_steps.steps if s.rss is not None and s.t >= start]
+    samples += [(times, host.rss) for times, host in run_steps.hosts if host.rss is not None]
     samples = sorted(sample for sample in samples if sample[0] <= end)
     if not samples:
         return np.zeros(0)
     times, rss = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
     windows = [
         (step.t, step.t + step.dur)
-        for step in recorded.steps
+        for step in run_steps.steps
         if step.window is not None or step.exporting
     ]
     in_window = covered_length(times[:-1], times[1:], union(*np.array(windows or [(0, 0)]).T)) > 0

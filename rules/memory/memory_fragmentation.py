@@ -21,7 +21,7 @@ from advisor.measure.memory.allocator_replay import (
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN, public_traces
-from advisor.rules.support.common import recorded_steps
+from advisor.rules.support.common import run_steps_of
 from advisor.rules.support.device_memory import GIB, last_known, snapshot_example
 from advisor.testing import Examples, TraceBuilder
 
@@ -95,17 +95,17 @@ class MemoryFragmentation(Rule):
     def check(self, a: Analysis) -> Outcomes:
         findings = list(self._check_snapshot(a))
         yield from findings
-        if findings or a.recorded is None:
+        if findings or a.run_steps is None:
             return
-        recorded = recorded_steps(a)
-        counted = recorded.after_warmup
-        reserved = last_known(recorded.column("reserved")[counted])
-        peak = last_known(recorded.column("peak")[counted])
-        allocated = recorded.column("allocated")[counted]
+        run_steps = run_steps_of(a)
+        counted = run_steps.after_warmup
+        reserved = last_known(run_steps.column("reserved")[counted])
+        peak = last_known(run_steps.column("peak")[counted])
+        allocated = run_steps.column("allocated")[counted]
         if reserved is None or peak is None or not peak or not reserved:
             return
         total = gpu_capacity(a)
-        retry_counts = recorded.column("retries")[counted]
+        retry_counts = run_steps.column("retries")[counted]
         retry_counts = retry_counts[~np.isnan(retry_counts)]
         retries = int(retry_counts[-1] - retry_counts[0]) if len(retry_counts) else 0
         difference = reserved - peak
@@ -115,7 +115,7 @@ class MemoryFragmentation(Rule):
             retries > 0 and unused_share >= self.min_unused
         ):
             return
-        env = recorded.record.rank.env
+        env = run_steps.rank_record.rank.env
         setting = env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF")
         yield Finding(
             summary=(
@@ -252,11 +252,11 @@ class MemoryFragmentation(Rule):
             "a small model": (_build_run(2e9, 1e9, 1e9), "min_device"),
             "full of tensors": (_build_run(78e9, 77e9, 76e9, retries=3), "min_unused"),
             "no GPU": (_build_run(None, None, None), "reserved is None"),
-            "a snapshot without gaps": (_build_gaps(keep=False), "a.recorded is None"),
+            "a snapshot without gaps": (_build_gaps(keep=False), "a.run_steps is None"),
             "free in pieces when the snapshot was taken": _build_gaps(keep=True, full=True),
             "caches after the step": (
                 snapshot_example(steps=8, activation=512 << 20),
-                "a.recorded is None",
+                "a.run_steps is None",
             ),
         }
 

@@ -206,7 +206,7 @@ def _find_capacity(a: Analysis, device: int) -> int | None:
     properties = a.trace.device(device)
     if properties is not None and properties.memory_bytes:
         return properties.memory_bytes
-    return None if a.recorded is None else gpu_capacity(a)
+    return None if a.run_steps is None else gpu_capacity(a)
 
 
 def _build_snapshot(mib: int, *, total: int = 80 << 30, trace: bool = True) -> TraceBuilder:

@@ -14,7 +14,6 @@ from advisor.measure.memory.memory_savings import LOSS_CHUNKS, FreedMemory, find
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.measure.memory.trace_memory import gpu_capacity
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS, public_traces
-from advisor.rules.support.common import recorded_steps
 from advisor.rules.support.device_memory import (
     LOWER_PEAK,
     LOWER_PEAK_INFERENCE,
@@ -121,15 +120,17 @@ class OutOfMemory(Rule):
         if text is None and peak is not None and peak.request is not None:
             yield self._build_from_snapshot(peak, peak.request)
             return
-        recorded = None if a.recorded is None else recorded_steps(a)
-        sizes = [] if recorded is None else [size for size in recorded.column("bytes") if size > 0]
+        run_steps = a.run_steps
+        sizes = (
+            [] if run_steps is None else [size for size in run_steps.column("bytes") if size > 0]
+        )
         batch_ratio = float(sizes[-1] / median(sizes)) if len(sizes) >= MIN_BATCHES else None
         is_large_batch = batch_ratio is not None and batch_ratio >= self.min_batch_ratio
         if text is not None and not is_large_batch:
             yield self._build_from_text(text)
             return
-        events = [] if recorded is None else recorded.record.events_of("oom")
-        if recorded is None or not events:
+        events = [] if run_steps is None else run_steps.rank_record.events_of("oom")
+        if run_steps is None or not events:
             return
         event = events[-1]
         allocated, reserved = _number(event.get("allocated")), _number(event.get("reserved"))
@@ -146,7 +147,7 @@ class OutOfMemory(Rule):
         snapshot = event.get("snapshot")
         yield Finding(
             summary=(
-                f"A request for memory failed after {len(recorded.steps):,} steps: {reason}."
+                f"A request for memory failed after {len(run_steps.steps):,} steps: {reason}."
                 + (f" {str(event['message'])[:300]}" if event.get("message") else "")
             ),
             evidence=[
@@ -277,7 +278,7 @@ class OutOfMemory(Rule):
             "it did not happen": (b, "not events"),
             "a snapshot without a failure": (
                 snapshot_example(activation=96 << 20),
-                "recorded is None",
+                "run_steps is None",
             ),
         }
 

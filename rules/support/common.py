@@ -32,7 +32,7 @@ from advisor.measure.host.stacks import (
     share_in,
 )
 from advisor.measure.steps.periodic import LOOP_PHASES
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.measure.steps.steps import rows_in_steps
 from advisor.rules.support.citations import SMT
 from advisor.testing import TraceBuilder
@@ -91,7 +91,7 @@ def of_each_step(a: Analysis) -> str:
     time, or ``of the recording`` when the trace has no steps."""
     if a.per != "step":
         return t.format_of(a.per)
-    run_time = None if a.recorded is None else a.recorded.step_time
+    run_time = None if a.run_steps is None else a.run_steps.step_time
     is_equal = run_time is None or abs(a.step_ns / run_time.reference_ns - 1) < EQUAL_STEP_SHARE
     return "of each step" if is_equal else "of each profiled step"
 
@@ -113,7 +113,7 @@ def is_share(value: object) -> TypeGuard[float]:
 
 def stacks_option(a: Analysis) -> str:
     """Return the option that records Python stacks as well."""
-    return "with_stack=True" if a.record is None else "advisor record --deep"
+    return "with_stack=True" if a.rank_record is None else "advisor record --deep"
 
 
 TRANSFORMERS = r"(?:^|/)transformers/models/"
@@ -125,7 +125,7 @@ def runs_code_of(a: Analysis, pattern: str) -> bool:
     cpu = a.trace.cpu
     if ((cpu["kind"] == "python") & name_matches(cpu["name"], pattern)).any():
         return True
-    stacks = [] if a.recorded is None else a.recorded.stacks
+    stacks = [] if a.run_steps is None else a.run_steps.stacks
     return any(re.search(pattern, frame) for stack in stacks for frame in stack.frames)
 
 
@@ -431,11 +431,11 @@ SAVING_AND_LOGGING = {
 METHOD = "upper bound (recorded host time)"
 
 
-def recorded_steps(a: Analysis) -> StepRecords:
+def run_steps_of(a: Analysis) -> RunSteps:
     """Return the record, which every rule with ``reads_record`` has."""
-    if a.recorded is None:
+    if a.run_steps is None:
         raise ValueError("this rule needs a recorded run")
-    return a.recorded
+    return a.run_steps
 
 
 def sum_of_events(events: Iterable[Mapping[str, Any]], key: str) -> int:
@@ -443,9 +443,9 @@ def sum_of_events(events: Iterable[Mapping[str, Any]], key: str) -> int:
     return sum(value for event in events if isinstance(value := event.get(key), int))
 
 
-def loop_phase_times(recorded: StepRecords) -> dict[str, Floats]:
+def loop_phase_times(run_steps: RunSteps) -> dict[str, Floats]:
     """Return times of the loop's own code in each counted step, by phase, ns."""
-    times = {name: recorded.phase(name) for name in LOOP_PHASES}
+    times = {name: run_steps.phase(name) for name in LOOP_PHASES}
     return {name: phase_times for name, phase_times in times.items() if phase_times is not None}
 
 
@@ -465,22 +465,22 @@ MOSTLY_COMPILING = 0.5
 """Minimum share of the time lost in long steps at which compiling is their cause."""
 
 
-def time_compiling(recorded: StepRecords) -> float:
+def time_compiling(run_steps: RunSteps) -> float:
     """Return the time after the warm-up in which the training thread compiled, ns, by the stacks
     that the recorder sampled then. It is 0 if too few samples show it."""
-    settled_steps = np.flatnonzero(recorded.after_warmup)
+    settled_steps = np.flatnonzero(run_steps.after_warmup)
     if not len(settled_steps):
         return 0.0
-    stacks = read_stacks(recorded.record, since=recorded.steps[settled_steps[0]].t)
+    stacks = read_stacks(run_steps.rank_record, since=run_steps.steps[settled_steps[0]].t)
     share, compiling_stacks = share_in(stacks, COMPILERS)
     if sum(stack.samples for stack in compiling_stacks) < MIN_SAMPLES:
         return 0.0
-    return share * float(recorded.dur[recorded.used].sum())
+    return share * float(run_steps.dur[run_steps.used].sum())
 
 
 def local_ranks(a: Analysis) -> int:
     """Return the number of training processes on this machine, as the launcher says, else 1."""
-    text = recorded_steps(a).record.rank.env.get("LOCAL_WORLD_SIZE", "")
+    text = run_steps_of(a).rank_record.rank.env.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
@@ -519,8 +519,8 @@ def impact_per_step(
     """Return an impact in time per step, from recorded times, ns: of the mean step, or
     ``of_median``. No fix saves more than that step, whatever other steps take. A fix of host time
     (``of_host``) saves no more than a GPU waits, in the step and ``outside`` of it."""
-    recorded = recorded_steps(a)
-    step = (recorded.median if of_median else recorded.mean) or 0.0
+    run_steps = run_steps_of(a)
+    step = (run_steps.median if of_median else run_steps.mean) or 0.0
     max_gain = step
     device_wait = device_waits(a) if of_host else None
     if device_wait is not None:
@@ -549,15 +549,15 @@ def impact_over_run(
 
 def estimate_contended_loading(a: Analysis, loading: float, *, alone: bool = False) -> float | None:
     """Return the part of the main thread's loading that a step computing on the CPU would take from
-    cores it needs itself (see ``StepRecords.remaining_loading_share``), if all work that can
+    cores it needs itself (see ``RunSteps.remaining_loading_share``), if all work that can
     computes. ``loading`` is its share of the step. ``alone`` is without other programs. The result
     is ``None`` if a GPU trains, or CPU use was not recorded."""
-    if a.recorded is None or not a.trains_on_host:
+    if a.run_steps is None or not a.trains_on_host:
         return None
-    computing_share = a.recorded.computing_share(loading, on_host=True)
+    computing_share = a.run_steps.computing_share(loading, on_host=True)
     if computing_share is None:
         return None
-    return a.recorded.remaining_loading_share(loading, computing_share, alone=alone)
+    return a.run_steps.remaining_loading_share(loading, computing_share, alone=alone)
 
 
 def workers_needed(batch: float, rest: float) -> int:
@@ -566,11 +566,11 @@ def workers_needed(batch: float, rest: float) -> int:
     return max(1, math.ceil(batch / max(rest, 1.0)))
 
 
-def under_load(recorded: StepRecords) -> list[GpuSample]:
+def under_load(run_steps: RunSteps) -> list[GpuSample]:
     """Return the GPU's samples with a utilisation of at least ``BUSY_PERCENT``."""
     return [
         gpu
-        for gpu in recorded.gpus
+        for gpu in run_steps.gpus
         if gpu.utilisation is not None and gpu.utilisation >= BUSY_PERCENT
     ]
 
@@ -585,11 +585,11 @@ def host_link_rate(a: Analysis) -> float | None:
     ``None`` if it or the GPU is unknown. An idle link runs slower, so its present speed does not
     count."""
     pcie = None if a.hardware is None else a.hardware.pcie
-    if pcie is None or a.recorded is None:
+    if pcie is None or a.run_steps is None:
         return None
     max_speeds = [
         link_speed(gpu.pcie_gen_max, gpu.pcie_width_max)
-        for gpu in a.recorded.gpus
+        for gpu in a.run_steps.gpus
         if gpu.pcie_gen_max and gpu.pcie_width_max
     ]
     card_speed = link_speed(pcie.generation, pcie.lanes)
@@ -610,16 +610,16 @@ def record_example(
 
 def find_loader(a: Analysis) -> dict[str, Any] | None:
     """Return the loader that feeds the steps: the one iterated most often in training."""
-    recorded = recorded_steps(a)
-    if not recorded.loaders:
+    run_steps = run_steps_of(a)
+    if not run_steps.loaders:
         return None
-    iterations = [event.get("id") for event in recorded.record.events_of("loader_iter")]
-    return max(recorded.loaders, key=lambda loader: iterations.count(loader.get("id")))
+    iterations = [event.get("id") for event in run_steps.rank_record.events_of("loader_iter")]
+    return max(run_steps.loaders, key=lambda loader: iterations.count(loader.get("id")))
 
 
 def has_trainer(a: Analysis) -> bool:
     """Return whether Hugging Face's Trainer made a loader of the run."""
-    loaders = [] if a.recorded is None else a.recorded.loaders
+    loaders = [] if a.run_steps is None else a.run_steps.loaders
     return any(loader.get("trainer") == "transformers" for loader in loaders)
 
 
@@ -651,6 +651,6 @@ def workers_of(event: dict[str, Any]) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def steps_seen(recorded: StepRecords) -> Evidence:
+def steps_seen(run_steps: RunSteps) -> Evidence:
     """Return the number of steps that the figures cover, as evidence."""
-    return Evidence("steps measured", recorded.count, "count")
+    return Evidence("steps measured", run_steps.count, "count")

@@ -12,7 +12,7 @@ from advisor.core.intervals import Floats
 from advisor.measure import Analysis
 from advisor.measure.memory.peak_memory import PeakMemory
 from advisor.replay.selection import mask_under
-from advisor.rules.support.common import recorded_steps
+from advisor.rules.support.common import run_steps_of
 from advisor.testing import TraceBuilder
 
 GIB = 1 << 30
@@ -86,7 +86,7 @@ def locate_allocation(
 
 def held_by_others(a: Analysis) -> int:
     """Return the maximum that other processes held of the rank's GPU, bytes, or 0 if unknown."""
-    return max((gpu.processes_bytes or 0 for gpu in recorded_steps(a).gpus), default=0)
+    return max((gpu.processes_bytes or 0 for gpu in run_steps_of(a).gpus), default=0)
 
 
 def last_known(values: Floats) -> float | None:

@@ -119,7 +119,7 @@ def table_of_dataset(a: Analysis) -> str | None:
     """Name the function that works on a table in memory (pandas, polars) for each sample or batch,
     where half of the stacks sampled in the loading are in this work of the Dataset. The result is
     ``None`` if they are not, or files are read."""
-    stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
+    stacks = [] if a.run_steps is None else [s for s in a.run_steps.stacks if s.part == "data"]
     _, in_items = share_in(stacks, _DATASET_ITEM)
     if any(_FILE_READ_FRAMES.search(frame) for stack in stacks for frame in stack.frames):
         return None
@@ -133,7 +133,7 @@ def table_of_dataset(a: Analysis) -> str | None:
 
 def prepares_images(a: Analysis) -> bool:
     """Return whether frames of the trace or of sampled stacks belong to a library for images."""
-    stacks = [] if a.recorded is None else a.recorded.stacks
+    stacks = [] if a.run_steps is None else a.run_steps.stacks
     return bool(name_matches(a.trace.cpu["name"], IMAGES.pattern).any()) or any(
         IMAGES.search(frame) for stack in stacks for frame in stack.frames
     )
@@ -152,7 +152,7 @@ def library_of_loading(a: Analysis, waits: LoaderWaits | None = None) -> Library
     sampler: by the Python stacks of the window's ``waits``, which have times, else by stacks
     sampled outside windows. The result is ``None`` if there is none, or no stacks."""
     timed = [] if waits is None else stacks_under(a, waits.host)
-    sampled = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
+    sampled = [] if a.run_steps is None else [s for s in a.run_steps.stacks if s.part == "data"]
     for stacks in (timed, sampled):
         _, sampler_stacks = share_in(stacks, _SAMPLER_FRAME)
         other_stacks = [s for s in stacks if s not in sampler_stacks]
@@ -181,7 +181,7 @@ class LoadingSamples(NamedTuple):
 def sample_loading(a: Analysis, waits: LoaderWaits | None = None) -> LoadingSamples:
     """Separate the sampler from the rest of the loading, by the Python stacks of the window's
     ``waits``, else by stacks sampled outside windows."""
-    stacks = [] if a.recorded is None else [s for s in a.recorded.stacks if s.part == "data"]
+    stacks = [] if a.run_steps is None else [s for s in a.run_steps.stacks if s.part == "data"]
     share, sampler = share_in(stacks, _SAMPLER_FRAME)
     lines = hottest_line(sampler), hottest_line([s for s in stacks if s not in sampler])
     cpu = a.trace.cpu

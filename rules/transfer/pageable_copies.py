@@ -286,7 +286,7 @@ class PageableCopies(Rule):
 
 def _has_no_loader(a: Analysis) -> bool:
     """Return whether the recorder saw that no DataLoader feeds the loop."""
-    if a.recorded is None or not a.recorded.count or a.recorded.loaders:
+    if a.run_steps is None or not a.run_steps.count or a.run_steps.loaders:
         return False
     return not name_matches(a.trace.cpu["name"], "DataLoader").any()
 

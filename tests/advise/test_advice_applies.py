@@ -65,7 +65,7 @@ def test_a_line_is_of_the_place_with_most_of_a_finding() -> None:
     (trace,) = run.traces.values()
     assert run.recording is not None
     a = Analysis(trace, None, run.recording.ranks[0])
-    assert a.recorded is not None and line_of_operator(a, "aten::_local_scalar_dense") is None
+    assert a.run_steps is not None and line_of_operator(a, "aten::_local_scalar_dense") is None
 
 
 def test_fused_attention_in_fp32_is_no_finding() -> None:

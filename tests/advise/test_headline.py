@@ -19,7 +19,7 @@ from advisor.core.finding import WHOLE_STEP, Finding, Impact
 from advisor.core.report import Report
 from advisor.core.run_directory import HostSample, RankInfo, RankRecord
 from advisor.core.text import format_duration, format_share, location_figures, with_article
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.render.formats import REPORTS
 from advisor.replay.estimators import GainEstimator
 from advisor.testing import TraceBuilder
@@ -122,9 +122,9 @@ def test_steps_after_a_window_that_ended_page_faults_do_not_count(tmp_path: Path
         r.steps(4, 90, window=0)
         r.steps(60, 55)
         r.watch(host=HostSample(minor_faults=14 * faults))
-        recorded = StepRecords(r.build())
-        assert recorded.median == median_ms * MS
-        assert (recorded.saved_by_window is not None) == (median_ms == 80)
+        run_steps = RunSteps(r.build())
+        assert run_steps.median == median_ms * MS
+        assert (run_steps.saved_by_window is not None) == (median_ms == 80)
 
 
 def test_gains_of_the_whole_step_multiply() -> None:

@@ -32,7 +32,7 @@ from advisor.core.run_directory import (
 )
 from advisor.dashboard.pages import overview
 from advisor.measure.device.energy import step_energy
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.testing import TraceBuilder
 from tests.run_directories import write_run
 
@@ -80,7 +80,7 @@ def record(
 
 @pytest.mark.parametrize(("counter", "method"), [(True, "counter"), (False, "power")])
 def test_a_step_takes_its_power_times_its_time(counter: bool, method: str) -> None:
-    energy = step_energy(StepRecords(record(counter=counter)))
+    energy = step_energy(RunSteps(record(counter=counter)))
     assert energy is not None and energy.method == method
     assert energy.joules == pytest.approx(300 * 0.1, rel=0.01)
     assert energy.watts == pytest.approx(300, rel=0.01)
@@ -92,7 +92,7 @@ def test_energy_is_power_integrated_over_counted_steps() -> None:
         return 200 + 100 * s  # up to 800 W after 6 s
 
     for counter in (True, False):
-        energy = step_energy(StepRecords(record(watts, counter=counter)))
+        energy = step_energy(RunSteps(record(watts, counter=counter)))
         assert energy is not None
         # the first ten steps are warm-up: the mean from 1 s to the last sample, near 6 s
         assert energy.joules == pytest.approx(0.1 * (200 + 100 * (1 + 6) / 2), rel=0.03)
@@ -105,7 +105,7 @@ def test_profiled_steps_are_left_out_of_a_steps_energy() -> None:
     rank_record = record(watts, every_ms=50)
     for step in rank_record.steps[30:40]:
         step.window = 0
-    energy = step_energy(StepRecords(rank_record))
+    energy = step_energy(RunSteps(rank_record))
     assert energy is not None
     assert energy.joules == pytest.approx(30, rel=0.03)
 
@@ -122,13 +122,13 @@ def test_profiled_steps_are_left_out_of_a_steps_energy() -> None:
     ids=["not sampled", "slice", "too few", "no counter that moves", "too far apart"],
 )
 def test_unmeasured_energy_is_none(rank_record: RankRecord) -> None:
-    assert step_energy(StepRecords(rank_record)) is None
+    assert step_energy(RunSteps(rank_record)) is None
 
 
 def test_a_counter_that_falls_is_not_believed() -> None:
     rank_record = record()
     rank_record.samples[14].gpus[0].energy = 10
-    energy = step_energy(StepRecords(rank_record))
+    energy = step_energy(RunSteps(rank_record))
     assert energy is not None and energy.method == "power"
 
 

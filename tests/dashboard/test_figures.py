@@ -16,7 +16,7 @@ from advisor.core.run_directory import RankRecord, StepRow
 from advisor.dashboard.grid import Column, duration_column, grid, grid_rows
 from advisor.dashboard.pages import live, memory
 from advisor.dashboard.plotly_figures import module_tree_figure, roofline
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 
 
 def test_overlapping_ranges_enlarge_their_parent_and_keep_their_times() -> None:
@@ -70,7 +70,7 @@ def test_sparse_memory_samples_are_drawn_over_all_steps() -> None:
         )
         for n in range(66)
     ]
-    run: Any = SimpleNamespace(recorded=SimpleNamespace(steps=steps, hosts=[]))
+    run: Any = SimpleNamespace(run_steps=SimpleNamespace(steps=steps, hosts=[]))
     _, device, host = memory._memory_by_step_card(run).children
     figures = [each.children[0].children[0].figure for each in (device, host)]
     line = figures[0].data[0]
@@ -84,7 +84,7 @@ def test_steps_slowed_by_the_profiler_are_marked() -> None:
                 exporting=n == 25)
         for n in range(60)
     ]  # fmt: skip
-    card = live.steps_card(StepRecords(RankRecord(rank=0, steps=steps)))
+    card = live.steps_card(RunSteps(RankRecord(rank=0, steps=steps)))
     figure = card.children[1].children[0].children[0].figure
     line, *marks = figure.data
     assert len(line.y) == 60 and None not in line.y

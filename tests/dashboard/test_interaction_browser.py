@@ -502,9 +502,9 @@ def test_a_chart_has_its_numbers_in_a_data_table(
         row.locator("th, td").all_inner_texts()
         for row in card.locator(".figure-data tbody tr").all()
     ]
-    recorded = dashboard.session.entries[0].loaded.main.recorded
-    assert [int(row[0]) for row in rows] == [step.n for step in recorded.steps]
-    for row, ns, profiled in zip(rows, recorded.durations, recorded.profiled, strict=True):
+    run_steps = dashboard.session.entries[0].loaded.main.run_steps
+    assert [int(row[0]) for row in rows] == [step.n for step in run_steps.steps]
+    for row, ns, profiled in zip(rows, run_steps.durations, run_steps.profiled, strict=True):
         assert float(row[1]) == pytest.approx(ns / 1e6, rel=1e-3)
         assert row[2] == (row[1] if profiled else "–")
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()

@@ -33,7 +33,7 @@ from advisor.dashboard.loaded_runs import DashboardSession, OpenedPath, recordin
 from advisor.dashboard.page_view import describe_missing
 from advisor.dashboard.pages import kernels, runs
 from advisor.dashboard.server import Access
-from advisor.measure.steps.step_records import RunSummary
+from advisor.measure.steps.run_steps import RunSummary
 from advisor.testing import TraceBuilder
 from tests.dashboard import run_by_hand as recorded
 

@@ -625,19 +625,19 @@ def test_steps_without_gpu_time_are_drawn_and_counted() -> None:
     )
     launches, steps = kernel_rows(loaded.main)[0]["count"], loaded.main.step_count
     assert launches * steps == loaded.main.hot_kernels["count"][0]
-    recorded = loaded.main.recorded
-    assert recorded is not None
-    timed_count = sum(not math.isnan(ns) for ns in recorded.durations)
+    run_steps = loaded.main.run_steps
+    assert run_steps is not None
+    timed_count = sum(not math.isnan(ns) for ns in run_steps.durations)
     assert any(
-        f"{timed_count} of {len(recorded.steps)} steps are timed" in text for text in run_texts
+        f"{timed_count} of {len(run_steps.steps)} steps are timed" in text for text in run_texts
     )
     assert any(text.startswith("Above the axis: step 0, 9.23 s") for text in run_texts)
     # the slowest steps are the profiled ones, although few of them have GPU times
-    figure = live.steps_card(recorded).children[1].children[0].children[0].figure
+    figure = live.steps_card(run_steps).children[1].children[0].children[0].figure
     marks = {mark.name: list(mark.x) for mark in figure.data[1:]}
     assert marks["while profiled"] == [
         step.n
-        for step, is_profiled in zip(recorded.steps, recorded.profiled, strict=True)
+        for step, is_profiled in zip(run_steps.steps, run_steps.profiled, strict=True)
         if is_profiled
     ]
     assert not set(marks["while profiled"]) & set(marks["host time only"])

@@ -188,7 +188,7 @@ def test_recorder_samples_are_converted_to_the_trace_clock(small):
         for i in range(3)
     ]
     record = RankRecord(rank=rank, samples=samples)
-    result = counter_series(Analysis(small.trace, record=record))
+    result = counter_series(Analysis(small.trace, rank_record=record))
     if small.trace.meta.clock != "unix":
         assert result == ()
         return
@@ -311,8 +311,8 @@ def test_a_run_without_a_window_shows_its_recorded_steps():
     index = build_index(a)
     assert [group.kind for group in index.groups] == ["steps"]
     assert len(index) == 30
-    first = a.recorded.steps[0]
-    assert index.start.tolist() == [step.t - first.t for step in a.recorded.steps]
+    first = a.run_steps.steps[0]
+    assert index.start.tolist() == [step.t - first.t for step in a.run_steps.steps]
     facts = {label: value for label, value, _ in describe_slice(a, index, 20)["facts"]}
     assert facts["data (host)"] == first.phases["data"]
     assert any(counter.key == "phase:data" for counter in index.counters)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from advisor.measure.steps.periodic import RecurringWork, find_periodic_work
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.testing.record import RecordBuilder
 
 
@@ -32,7 +32,7 @@ def work_of(
             window=0 if n in window else None,
             **{key: value(n) for key, value in fields.items()},
         )
-    return find_periodic_work(StepRecords(r.build()))
+    return find_periodic_work(RunSteps(r.build()))
 
 
 @pytest.mark.parametrize("outside", [True, False])

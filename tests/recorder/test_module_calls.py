@@ -162,15 +162,17 @@ DAMAGED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", DAMAGED, ids=[str(d)[:40] for d in DAMAGED])
 def test_a_damaged_log_is_left_out(analysis: Analysis, change: dict[str, Any]) -> None:
     assert read_calls(analysis) is not None
-    record = analysis.record
-    assert record is not None
+    rank_record = analysis.rank_record
+    assert rank_record is not None
     events = [
         msgspec.structs.replace(event, data={**event.data, **change})
         if event.kind == "calls"
         else event
-        for event in record.events
+        for event in rank_record.events
     ]
-    damaged = Analysis(analysis.trace, record=msgspec.structs.replace(record, events=events))
+    damaged = Analysis(
+        analysis.trace, rank_record=msgspec.structs.replace(rank_record, events=events)
+    )
     assert read_calls(damaged) is None
 
 

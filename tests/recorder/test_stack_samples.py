@@ -22,7 +22,7 @@ from advisor.measure.host.stacks import (
     read_membership_tests,
     read_stacks,
 )
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.recorder import stack_samples
 from advisor.recorder.built_in_calls import find_in_file, membership_tests, operator_function
 from advisor.recorder.stack_samples import MAX_STACKS, StackSampler
@@ -55,7 +55,7 @@ for step, rows in enumerate(torch.utils.data.DataLoader(Rows(), batch_size=32)):
 """
 
 
-def record_program(folder: Path, *options: str, **env: str) -> StepRecords:
+def record_program(folder: Path, *options: str, **env: str) -> RunSteps:
     program = folder / "train.py"
     program.write_text(PROGRAM)
     run = folder / "run"
@@ -66,7 +66,7 @@ def record_program(folder: Path, *options: str, **env: str) -> StepRecords:
         env={**os.environ, **env},
         capture_output=True,
     )
-    return StepRecords(read_recording(run).ranks[0])
+    return RunSteps(read_recording(run).ranks[0])
 
 
 def test_lines_of_loading_and_of_the_loop_are_named(tmp_path: Path) -> None:

@@ -136,13 +136,13 @@ def test_pytorch_threads_are_assumed_busy_without_samples() -> None:
     b = TraceBuilder(gpu=None)
     r = b.record_of_run(cpus=4, flags={"num_threads": 3})
     r.steps(60, 10)
-    recorded = b.analysis().recorded
-    assert recorded is not None
-    assert recorded.used_cores is None
-    assert recorded.computing_share(0.5, on_host=True) is None
+    run_steps = b.analysis().run_steps
+    assert run_steps is not None
+    assert run_steps.used_cores is None
+    assert run_steps.computing_share(0.5, on_host=True) is None
     # a core is free for 5 of 10 ms, and the loading needs it for 5
-    assert recorded.remaining_loading_share(0.5, 1.0) == 0.0
-    assert recorded.remaining_loading_share(0.8, 1.0) == pytest.approx(0.75)
+    assert run_steps.remaining_loading_share(0.5, 1.0) == 0.0
+    assert run_steps.remaining_loading_share(0.8, 1.0) == pytest.approx(0.75)
 
 
 def test_cores_of_other_programs_are_not_the_trainings_own() -> None:

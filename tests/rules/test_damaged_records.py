@@ -172,8 +172,8 @@ def test_a_line_with_numbers_beyond_all_bounds_costs_only_itself(tmp_path: Path)
     lines = ['{"n":0,"t":1,"dur":1000}', '{"n":1,"t":1,"dur":1' + "0" * 40 + "}"]
     (folder / rundir.STEPS).write_text("\n".join(lines))
     record = rundir.read_recording(tmp_path).ranks[0]
-    recorded = Analysis(blank_trace("<record>", 0), None, record).recorded
-    assert recorded is not None and recorded.dur.tolist() == [1000]
+    run_steps = Analysis(blank_trace("<record>", 0), None, record).run_steps
+    assert run_steps is not None and run_steps.dur.tolist() == [1000]
 
 
 def test_truncated_file_gives_no_finding_on_backward_passes() -> None:

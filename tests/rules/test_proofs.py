@@ -47,7 +47,10 @@ def fired_rules(*paths: str) -> frozenset[str]:
     """Rules with a finding on a trace, or on the traces of several ranks together."""
     if len(paths) == 1:
         result = analyze_cached(paths[0])
-        analyses, records = result.analyses, {n for n, a in result.analyses.items() if a.record}
+        analyses, records = (
+            result.analyses,
+            {n for n, a in result.analyses.items() if a.rank_record},
+        )
     else:
         run = open_run(paths)
         analyses = {n: Analysis(trace) for (n, _), trace in run.traces.items()}

@@ -217,15 +217,18 @@ def test_channels_last_network_has_no_transpose_finding(name: str) -> None:
 )
 def test_advice_does_not_repeat_recorded_settings(name: str) -> None:
     result = analyze_cached(str(H100 / name))
-    recorded = result.main.recorded
-    assert recorded is not None
+    run_steps = result.main.run_steps
+    assert run_steps is not None
     known = {
-        "cudnn.benchmark = True": recorded.flag("cudnn.benchmark") is True,
-        'set_float32_matmul_precision("high")': recorded.flag("float32_matmul_precision") == "high",
-        "matmul.allow_tf32 = True": recorded.flag("cuda.matmul.allow_tf32") is True,
-        "cudnn.allow_tf32 = True": recorded.flag("cudnn.allow_tf32") is True,
-        "pin_memory=True": any(each.get("pin_memory") for each in recorded.loaders),
-        "persistent_workers=True": any(each.get("persistent_workers") for each in recorded.loaders),
+        "cudnn.benchmark = True": run_steps.flag("cudnn.benchmark") is True,
+        'set_float32_matmul_precision("high")': run_steps.flag("float32_matmul_precision")
+        == "high",
+        "matmul.allow_tf32 = True": run_steps.flag("cuda.matmul.allow_tf32") is True,
+        "cudnn.allow_tf32 = True": run_steps.flag("cudnn.allow_tf32") is True,
+        "pin_memory=True": any(each.get("pin_memory") for each in run_steps.loaders),
+        "persistent_workers=True": any(
+            each.get("persistent_workers") for each in run_steps.loaders
+        ),
     }
     assert any(known.values())
     for finding in (*result.report.findings, *result.report.notes):

@@ -17,7 +17,7 @@ from advisor.advise.rule_runner import run_rules
 from advisor.core.finding import Finding
 from advisor.core.report import Report
 from advisor.core.text import first_sentence
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 from advisor.read import open_run
 from advisor.rules.optimizer.unused_gradients import _find_reference
 from advisor.testing import TraceBuilder
@@ -213,7 +213,7 @@ def test_garbage_collection_cost_matches_the_measured_saving() -> None:
     for variant in ("slow", "cured"):
         recording = open_run(RECORDED / f"gc_pauses.{variant}").recording
         assert recording is not None
-        mean = StepRecords(recording.ranks[0]).mean
+        mean = RunSteps(recording.ranks[0]).mean
         assert mean is not None
         means.append(mean)
     impact = findings("gc_pauses.slow")["gc-pauses"].impact

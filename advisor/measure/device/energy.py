@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Floats, Ints
 from advisor.core.prices import RankEnergy
-from advisor.measure.steps.step_records import StepRecords, finite_or_nan
+from advisor.measure.steps.run_steps import RunSteps, finite_or_nan
 
 MIN_SAMPLES = 4
 """Minimum number of samples of the GPU."""
@@ -22,20 +22,20 @@ MIN_COVERED_SHARE = 0.5
 """Minimum share of the used steps that are between samples."""
 
 
-def step_energy(recorded: StepRecords, rank: int = -1) -> RankEnergy | None:
+def step_energy(run_steps: RunSteps, rank: int = -1) -> RankEnergy | None:
     """Measure the energy per step of this rank's GPU; ``None`` if not sampled, or too seldom. There
     is none for a MIG slice, since the driver measures the whole board. The steps are the used ones
-    (``StepRecords.used``) between samples."""
-    if recorded.uuid is not None and recorded.uuid.startswith("MIG-"):
+    (``RunSteps.used``) between samples."""
+    if run_steps.uuid is not None and run_steps.uuid.startswith("MIG-"):
         return None
     methods: tuple[Literal["counter", "power"], ...] = ("counter", "power")
     for method in methods:
         energy_over_time = (
-            _read_counter(recorded) if method == "counter" else _integrate_power(recorded)
+            _read_counter(run_steps) if method == "counter" else _integrate_power(run_steps)
         )
         if energy_over_time is None:
             continue
-        total = _sum_steps(recorded, *energy_over_time)
+        total = _sum_steps(run_steps, *energy_over_time)
         if total is not None:
             joules, steps, seconds = total
             watts = joules / seconds
@@ -45,10 +45,10 @@ def step_energy(recorded: StepRecords, rank: int = -1) -> RankEnergy | None:
     return None
 
 
-def _read_samples(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | None:
+def _read_samples(run_steps: RunSteps, name: str) -> tuple[Ints, Floats] | None:
     """Return times, ns, and values of a field of the GPU's samples, or ``None`` if too few."""
-    times = np.array([t for t, _ in recorded.timed_gpu_samples], dtype=np.int64)
-    values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in recorded.timed_gpu_samples])
+    times = np.array([t for t, _ in run_steps.timed_gpu_samples], dtype=np.int64)
+    values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in run_steps.timed_gpu_samples])
     is_known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
     times, values = times[is_known], values[is_known]
     if len(times) < MIN_SAMPLES or bool((np.diff(times) <= 0).any()):
@@ -56,9 +56,9 @@ def _read_samples(recorded: StepRecords, name: str) -> tuple[Ints, Floats] | Non
     return times, values
 
 
-def _read_counter(recorded: StepRecords) -> tuple[Ints, Floats] | None:
+def _read_counter(run_steps: RunSteps) -> tuple[Ints, Floats] | None:
     """Return (times, joules so far) from the counter."""
-    samples = _read_samples(recorded, "energy")
+    samples = _read_samples(run_steps, "energy")
     if samples is None:
         return None
     times, values = samples
@@ -66,8 +66,8 @@ def _read_counter(recorded: StepRecords) -> tuple[Ints, Floats] | None:
     return None if is_reset or values[-1] <= values[0] else (times, (values - values[0]) / 1e3)
 
 
-def _integrate_power(recorded: StepRecords) -> tuple[Ints, Floats] | None:
-    samples = _read_samples(recorded, "power")
+def _integrate_power(run_steps: RunSteps) -> tuple[Ints, Floats] | None:
+    samples = _read_samples(run_steps, "power")
     if samples is None:
         return None
     times, values = samples
@@ -77,12 +77,10 @@ def _integrate_power(recorded: StepRecords) -> tuple[Ints, Floats] | None:
     return times, np.concatenate([[0.0], np.cumsum(parts)])
 
 
-def _sum_steps(
-    recorded: StepRecords, times: Ints, joules: Floats
-) -> tuple[float, int, float] | None:
+def _sum_steps(run_steps: RunSteps, times: Ints, joules: Floats) -> tuple[float, int, float] | None:
     """Return (joules, steps, seconds) of the used steps between samples."""
-    start = recorded.ts[recorded.used]
-    end = start + recorded.dur[recorded.used]
+    start = run_steps.ts[run_steps.used]
+    end = start + run_steps.dur[run_steps.used]
     is_covered = (start >= times[0]) & (end <= times[-1])
     gaps = np.diff(times)
     gaps_before: NDArray[np.int64] = np.concatenate([[0], np.cumsum(gaps > MAX_GAP_NS)])

@@ -383,7 +383,7 @@ def _find_next_work(a: Analysis, end: Ints) -> NDArray[np.int64]:
 def device_waits(a: Analysis) -> float | None:
     """Estimate how long a GPU idles in the run's mean step, ns: the step minus the GPU's work per
     step. ``None`` if the host computes the steps, or no window shows the GPU's work."""
-    mean = None if a.recorded is None else a.recorded.mean
+    mean = None if a.run_steps is None else a.run_steps.mean
     if a.trains_on_host or a.device_id is None or mean is None:
         return None
     return max(0.0, mean - a.breakdown.busy.total / a.step_count)

@@ -191,7 +191,7 @@ _Names = dict[tuple[Frame, str], Frame | None]
 def _read_log(a: Analysis) -> tuple[list[str], list[str], NDArray[np.int64], _Names, int] | None:
     """Return frames, modules, calls and names of the window's log, and the anchor's time on the
     trace's clock. ``None`` if there is no log, or a damaged one."""
-    events = [] if a.record is None else a.record.events_of("calls")
+    events = [] if a.rank_record is None else a.rank_record.events_of("calls")
     events = [event for event in events if event.get("window") == a.trace.meta.window]
     if not events or a.trace.meta.clock != "unix":
         return None

@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
 def recorded_layers(a: Analysis) -> list[Layer]:
     """Read the recorder's tables of modules, without modules whose calling line is unknown."""
-    events = [] if a.record is None else a.record.events_of("modules")
+    events = [] if a.rank_record is None else a.rank_record.events_of("modules")
     tables = [event.get("modules") for event in events]
     rows = [row for table in tables if isinstance(table, list) for row in table]
     return [layer for row in rows if (layer := _read_layer(row)) is not None]

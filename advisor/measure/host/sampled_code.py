@@ -125,8 +125,8 @@ def line_of_operator(a: Analysis, op: str, *, by_share: bool = True) -> HottestL
     of PyTorch or a library that calls the operator, and the library function below it. Else, with
     ``by_share``, find the line with as large a share of the training thread's time as the operator
     in windows."""
-    recorded = a.recorded
-    if recorded is None or not a.span_ns or not recorded.stacks:
+    run_steps = a.run_steps
+    if run_steps is None or not a.span_ns or not run_steps.stacks:
         return None
     cpu, main = a.trace.cpu, a.trace.main_thread
     rows = np.flatnonzero(((cpu["name"] == op) & (cpu["thread"] == main)).to_numpy())
@@ -141,7 +141,7 @@ def line_of_operator(a: Analysis, op: str, *, by_share: bool = True) -> HottestL
     )
     # several callers may run the same operator: nearly all of its time is in one of them
     if len(times) and times["dur"][-1] > MIN_OF_LOOP * int(calls["dur"].sum()):
-        line = line_of_function(recorded.stacks, normalize_operator_name(times["called"][-1]))
+        line = line_of_function(run_steps.stacks, normalize_operator_name(times["called"][-1]))
         if line is None and times["called"][-1] in SYMBOLS:
             line = _line_of_symbol(a, outermost, int(times["dur"][-1]))
         if line is not None:
@@ -149,7 +149,7 @@ def line_of_operator(a: Analysis, op: str, *, by_share: bool = True) -> HottestL
     if not by_share:
         return None
     spans = intervals_of(calls)
-    stacks = recorded.stacks
+    stacks = run_steps.stacks
     if a.device_id is not None:  # the thread waits in backward(): its own work is elsewhere
         stacks = [s._replace(frames=()) if s.part == "backward" else s for s in stacks]
     if op in SYMBOLS:
@@ -161,13 +161,13 @@ def _line_of_symbol(a: Analysis, outermost: NDArray[np.int64], ns: int) -> Hotte
     """Find the line of an operator that is written as a symbol (``a @ b``), so that samples end in
     the line itself. ``outermost`` is ``outermost_aten``. ``ns``, the time of its calls, must be
     most of the time of all such operators."""
-    recorded, main = a.recorded, a.trace.main_thread
+    run_steps, main = a.run_steps, a.trace.main_thread
     rows = np.unique(outermost)
     operators = a.trace.cpu[rows[rows >= 0]].filter(pl.col("thread") == main)
     total = operators.filter(pl.col("name").cast(pl.String).is_in(SYMBOLS))["dur"].sum()
-    if recorded is None or ns < MIN_SYMBOL_SHARE * int(total):
+    if run_steps is None or ns < MIN_SYMBOL_SHARE * int(total):
         return None
-    return hottest_line([stack for stack in recorded.stacks if _ends_in_own_line(stack)])
+    return hottest_line([stack for stack in run_steps.stacks if _ends_in_own_line(stack)])
 
 
 def _ends_in_own_line(stack: SampledStack) -> bool:

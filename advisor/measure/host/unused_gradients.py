@@ -78,14 +78,14 @@ NO_WORK = UnusedGradientWork(EMPTY, 0.0)
 
 def recorded_gradients(a: Analysis) -> RecordedGradients | None:
     """Read the parameters that no optimizer has; ``None`` if there are none or data is damaged."""
-    events = [] if a.record is None else a.record.events_of("gradients")
+    events = [] if a.rank_record is None else a.rank_record.events_of("gradients")
     return _read_gradients(events[-1]) if events else None
 
 
 def dropped_gradients(a: Analysis) -> list[RecordedGradients]:
     """Read the passes between two optimizer steps that compute gradients of another optimizer's
     parameters, which are dropped before that optimizer steps. Empty if there are none."""
-    events = [] if a.record is None else a.record.events_of("dropped_gradients")
+    events = [] if a.rank_record is None else a.rank_record.events_of("dropped_gradients")
     passes = events[-1].get("passes") if events else None
     gradients = (
         [_read_gradients(item) for item in passes[:MAX_PASSES]] if isinstance(passes, list) else []

@@ -472,9 +472,9 @@ def measure_held(a: Analysis) -> tuple[int | None, int | None]:
     record."""
     reserved, allocated, capacity = measure_peaks(a)
     reserved = allocated if reserved is None else reserved
-    if reserved is None and a.recorded is not None:
+    if reserved is None and a.run_steps is not None:
         for name in ("reserved", "peak"):
-            values = a.recorded.column(name)
+            values = a.run_steps.column(name)
             values = values[~np.isnan(values)]
             if reserved is None and len(values):
                 reserved = int(values.max())
@@ -484,11 +484,11 @@ def measure_held(a: Analysis) -> tuple[int | None, int | None]:
 
 def gpu_capacity(a: Analysis) -> int | None:
     """Return the memory of the rank's GPU, bytes, or ``None`` if not recorded."""
-    recorded = a.recorded
-    if recorded is None:
+    run_steps = a.run_steps
+    if run_steps is None:
         return None
-    device = next(iter(recorded.record.rank.devices), None)
+    device = next(iter(run_steps.rank_record.rank.devices), None)
     if device is not None and device.total_bytes:
         return device.total_bytes
-    totals = recorded.gpu("memory_total")
+    totals = run_steps.gpu("memory_total")
     return int(totals.max()) if len(totals) else None

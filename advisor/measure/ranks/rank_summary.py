@@ -75,7 +75,7 @@ def summarize_rank(
             else 0.0,
             kernels=_summarize_kernels(a),
             operators=_summarize_operators(a),
-            functions={} if a.recorded is None else shares_of_functions(a.recorded.stacks),
+            functions={} if a.run_steps is None else shares_of_functions(a.run_steps.stacks),
             per_step=_pack_steps(a),
             collectives=pack_collectives(a, collective_table(a, used), used),
             findings=[_shorten_finding(finding) for finding in findings[:MAX_FINDINGS]],

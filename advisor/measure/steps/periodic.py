@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from advisor.core.intervals import Ints
-from advisor.measure.steps.step_records import StepRecords
+from advisor.measure.steps.run_steps import RunSteps
 
 LOOP_PHASES = ("between steps", "other")
 """Recorder phases of the loop's own code, outside loading, forward, backward and optimizer."""
@@ -54,43 +54,43 @@ class RecurringWork(NamedTuple):
         return min(offset, self.period - offset) <= int(self.period >= MIN_LONG_PERIOD)
 
 
-def find_periodic_work(recorded: StepRecords) -> RecurringWork | None:
+def find_periodic_work(run_steps: RunSteps) -> RecurringWork | None:
     """Find work between or in steps, outside loading, forward, backward and optimizer, that recurs
     at equal distances in steps. ``None`` if there is no such work, or the record is too short."""
-    used = recorded.used
-    if not used.any() or not recorded.median:
+    used = run_steps.used
+    if not used.any() or not run_steps.median:
         return None
-    evaluation = np.array([max(0, step.evaluation) for step in recorded.steps], dtype=np.float64)
+    evaluation = np.array([max(0, step.evaluation) for step in run_steps.steps], dtype=np.float64)
     evaluation[:1] = 0.0  # excludes the time before the first step
-    own_ns = evaluation - np.nan_to_num(recorded.column("gc"))
+    own_ns = evaluation - np.nan_to_num(run_steps.column("gc"))
     for name in LOOP_PHASES:
-        own_ns += np.nan_to_num(recorded.phases.get(name, np.zeros(len(own_ns))))
-    comparable = recorded.after_warmup & recorded.unprofiled
+        own_ns += np.nan_to_num(run_steps.phases.get(name, np.zeros(len(own_ns))))
+    comparable = run_steps.after_warmup & run_steps.unprofiled
     usual_ns = float(np.median(own_ns[comparable]))
     deviation = float(np.median(np.abs(own_ns[comparable] - usual_ns)))
     excess = own_ns - usual_ns
     is_long = comparable & (
-        excess > max(MIN_EXCESS_STEPS * recorded.median, MIN_EXCESS_MADS * deviation)
+        excess > max(MIN_EXCESS_STEPS * run_steps.median, MIN_EXCESS_MADS * deviation)
     )
     period = _find_period(np.flatnonzero(is_long))
     is_counted = is_long & used
     if period is None or not is_counted.any():
         return None
     excess_ns, used_steps = float(excess[is_counted].sum()), int(used.sum())
-    step = float((recorded.dur + evaluation)[used].mean())
-    device_excess = recorded.device_dur[is_counted] - recorded.median
+    step = float((run_steps.dur + evaluation)[used].mean())
+    device_excess = run_steps.device_dur[is_counted] - run_steps.median
     return RecurringWork(
         period,
         int(is_counted.sum()),
         excess_ns / int(is_counted.sum()),
         excess_ns / used_steps,
         step,
-        max(0.0, min(excess_ns / used_steps, step - recorded.median)),
+        max(0.0, min(excess_ns / used_steps, step - run_steps.median)),
         float(evaluation[is_counted].sum()) > excess_ns / 2,
         float(np.median(device_excess[~np.isnan(device_excess)]))
         if not np.isnan(device_excess).all()
         else None,
-        recorded.steps[int(np.flatnonzero(is_long)[0])].n,
+        run_steps.steps[int(np.flatnonzero(is_long)[0])].n,
     )
 
 

@@ -475,11 +475,11 @@ def forward_only(a: Analysis) -> bool:
     neither backward nor optimizer, or a trace has operators without a backward or an optimizer's
     step. A trace without operators does not show it; a snapshot alone does, by
     ``PeakMemory.trains``."""
-    recorded = a.recorded
-    if recorded is not None:
-        if recorded.inference:
+    run_steps = a.run_steps
+    if run_steps is not None:
+        if run_steps.inference:
             return True
-        if any(step.phases.keys() & {"backward", "optimizer"} for step in recorded.steps):
+        if any(step.phases.keys() & {"backward", "optimizer"} for step in run_steps.steps):
             return False
     cpu = a.trace.cpu
     if not name_matches(cpu["name"], r"^aten::").any():

@@ -401,8 +401,8 @@ class MeshProjector:
         m) micro-batches in flight (arXiv:2104.04473). Their parts of the peak are unknown."""
         samples = self.a.memory.filter(pl.col("device") == self.a.device_id)
         peak = samples["peak_allocated"].max() if samples.height else None
-        if peak is None and self.a.record is not None:
-            peak = max((step.peak for step in self.a.record.steps if step.peak), default=None)
+        if peak is None and self.a.rank_record is not None:
+            peak = max((step.peak for step in self.a.rank_record.steps if step.peak), default=None)
         if not isinstance(peak, int):
             return None
         old = self.measured

@@ -237,8 +237,8 @@ def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
         peak = samples[name].max() if samples.height else None
         peaks.append(peak if isinstance(peak, int) else None)
     allocated, reserved = peaks
-    if allocated is None and reserved is None and a.record is not None:
-        steps = a.record.steps
+    if allocated is None and reserved is None and a.rank_record is not None:
+        steps = a.rank_record.steps
         allocated = max((step.peak for step in steps if step.peak), default=None)
         reserved = max((step.reserved for step in steps if step.reserved), default=None)
     if allocated is None and reserved is None:

@@ -199,8 +199,8 @@ def find_epoch(a: Analysis, steps: int | None, samples: int | None) -> float | N
     if steps is not None:
         return float(steps)
     if samples is None:
-        return None if a.recorded is None else a.recorded.epoch_steps
-    samples_per_step = None if a.recorded is None else a.recorded.samples_per_step
+        return None if a.run_steps is None else a.run_steps.epoch_steps
+    samples_per_step = None if a.run_steps is None else a.run_steps.samples_per_step
     if samples_per_step is None:
         raise AdvisorError("--epoch-samples: samples per step were not recorded: --epoch-steps N")
     world = a.trace.meta.world_size or 1

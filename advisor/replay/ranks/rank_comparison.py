@@ -1,4 +1,4 @@
-"""Comparison of the ranks of a job by their summaries: which differ, and what a change saves the job.
+"""Comparison of a job's ranks by their summaries: which differ, and what a change saves the job.
 
 Two ranks and 1,024 ranks take the same way: they are matched, put on one clock, searched for
 outliers and replayed, by whole columns."""

@@ -75,17 +75,17 @@ class FaultsAroundWindow(NamedTuple):
     """Mean number in a step after the window, or ``None`` if not sampled."""
 
 
-class StepRecords:
+class RunSteps:
     """Steps and samples of one rank. All times are ns; missing values are NaN in float columns."""
 
     def __init__(
-        self, record: RankRecord, ahead_of: Callable[[], float | None] | None = None
+        self, rank_record: RankRecord, ahead_of: Callable[[], float | None] | None = None
     ) -> None:
         """Read a record. ``ahead_of`` returns the device time in the mean step of a trace of this
         rank in which the host runs ahead, ns, or ``None`` if it does not, or without a trace."""
-        self.record = record
+        self.rank_record = rank_record
         self._ahead_of = ahead_of
-        self.steps: list[StepRow] = [step for step in record.steps if is_sane(step)]
+        self.steps: list[StepRow] = [step for step in rank_record.steps if is_sane(step)]
 
     # -- which steps --------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class StepRecords:
     @cached_property
     def page_faults(self) -> FaultsAroundWindow | None:
         """Page faults before the first window, or ``None`` if not counted."""
-        event: dict[str, Any] = next(iter(self.record.events_of("window")), {})
+        event: dict[str, Any] = next(iter(self.rank_record.events_of("window")), {})
         steps, faults, growth = (
             event.get(name) for name in ("fault_steps", "minor_faults", "memory_growth")
         )
@@ -186,7 +186,7 @@ class StepRecords:
         follows the step in ``row``, or ``None`` if not sampled for ``MIN_USED`` steps."""
         taken = [
             (sample.t, sample.host.minor_faults)
-            for sample in self.record.samples
+            for sample in self.rank_record.samples
             if sample.host is not None and sample.host.minor_faults is not None
         ]
         undisturbed = self.unprofiled & ~self.exporting
@@ -258,7 +258,7 @@ class StepRecords:
     def inference(self) -> bool:
         """Whether the loop does not train: the recorder said so, or its steps were marked by hand
         and contain forwards but neither backward nor optimizer."""
-        if self.record.inference:
+        if self.rank_record.inference:
             return True
         kinds = [step.phases.keys() for step in self.steps]
         if any(phases & {"backward", "optimizer"} for phases in kinds):
@@ -285,7 +285,7 @@ class StepRecords:
     def unseen_end(self) -> tuple[int, float]:
         """Time from the last step to the end of an inference run, ns, and its share of the time
         since the first step. (0, 0) if the end is unknown, or the run trains."""
-        ends = [event.t for event in self.record.events if event.kind == "end"]
+        ends = [event.t for event in self.rank_record.events if event.kind == "end"]
         if not self.steps or not ends or not self.inference:
             return 0, 0.0
         start, last_end = int(self.ts[0]), int((self.ts + self.dur).max())
@@ -332,7 +332,7 @@ class StepRecords:
         """Whether only a trace shows how long a step is: device times of steps are not recorded,
         and training does not have to wait for the device."""
         has_no_device_times = bool(np.isnan(self.device_dur).all())
-        return has_no_device_times and bool(self.record.rank.devices) and not self.inference
+        return has_no_device_times and bool(self.rank_record.rank.devices) and not self.inference
 
     def typical(self, values: Floats) -> float:
         """Return the mean of a figure of the used steps if they vary, else its median."""
@@ -355,7 +355,7 @@ class StepRecords:
         result = self.profiled.copy()
         number = np.array([step.n for step in self.steps], dtype=np.int64)
         windows = self.column("window")
-        for event in self.record.events_of("window"):
+        for event in self.rank_record.events_of("window"):
             window_number, steps = event.get("window"), event.get("steps")
             if event.get("state") not in ("done", "stopped") or not isinstance(window_number, int):
                 continue
@@ -494,7 +494,7 @@ class StepRecords:
         """Samples of most steps, including gradient accumulation, or ``None`` if not recorded."""
         counts = Counter(
             step.samples * max(step.micro, 1)
-            for step in self.record.steps
+            for step in self.rank_record.steps
             if step.samples is not None
         )
         return counts.most_common(1)[0][0] if counts else None
@@ -505,9 +505,13 @@ class StepRecords:
         ``None`` if not recorded, or if there are several loaders."""
         lengths = {loader.get("length") for loader in self.loaders}
         batches = lengths.pop() if len(lengths) == 1 else None
-        if not isinstance(batches, int) or not 0 < batches < MAX_VALUE or not self.record.steps:
+        if (
+            not isinstance(batches, int)
+            or not 0 < batches < MAX_VALUE
+            or not self.rank_record.steps
+        ):
             return None
-        counts = Counter(max(step.micro, 1) for step in self.record.steps)
+        counts = Counter(max(step.micro, 1) for step in self.rank_record.steps)
         return max(1, batches // counts.most_common(1)[0][0])
 
     # -- telemetry ----------------------------------------------------------------------------
@@ -518,7 +522,7 @@ class StepRecords:
         first, last = self.span
         return [
             (sample.t, sample.host)
-            for sample in self.record.samples
+            for sample in self.rank_record.samples
             if sample.host is not None and first <= sample.t <= last
         ]
 
@@ -548,7 +552,7 @@ class StepRecords:
         wanted = self.uuid
         return [
             (sample.t, gpu)
-            for sample in self.record.samples
+            for sample in self.rank_record.samples
             if first <= sample.t <= last
             for gpu in sample.gpus
             if gpu.uuid == wanted
@@ -558,8 +562,8 @@ class StepRecords:
     def uuid(self) -> str | None:
         """UUID of the GPU in use, as telemetry spells it: the first device of the rank, or the only
         sampled GPU. ``None`` if unknown."""
-        sampled = list(dict.fromkeys(g.uuid for s in self.record.samples for g in s.gpus))
-        device_uuid = next((device.uuid for device in self.record.rank.devices), None)
+        sampled = list(dict.fromkeys(g.uuid for s in self.rank_record.samples for g in s.gpus))
+        device_uuid = next((device.uuid for device in self.rank_record.rank.devices), None)
         if device_uuid is not None:
             bare = device_uuid.removeprefix("GPU-").lower()
             return next((u for u in sampled if u and u.removeprefix("GPU-").lower() == bare), None)
@@ -574,7 +578,7 @@ class StepRecords:
         """Python stacks of the training thread, sampled outside windows."""
         from advisor.measure.host.stacks import read_stacks
 
-        return read_stacks(self.record)
+        return read_stacks(self.rank_record)
 
     @cached_property
     def loop_share(self) -> float | None:
@@ -600,7 +604,7 @@ class StepRecords:
 
     def flag(self, name: str) -> Any:
         """Return a framework flag, or ``None`` if not recorded."""
-        return self.record.rank.flags.get(name)
+        return self.rank_record.rank.flags.get(name)
 
     @cached_property
     def used_cores(self) -> float | None:
@@ -613,7 +617,7 @@ class StepRecords:
     def other_programs_cores(self) -> float | None:
         """Mean number of cores that other programs of the machine kept busy, if this process may
         use all cores, or ``None`` if not sampled."""
-        rank, machine = self.record.rank, self.host("cpu")
+        rank, machine = self.rank_record.rank, self.host("cpu")
         total = rank.cpus_total or rank.cpus
         if rank.cpus is None or total is None or rank.cpus < total or not len(machine):
             return None
@@ -648,7 +652,7 @@ class StepRecords:
     def free_cores(self) -> float | None:
         """Mean number of idle cores that this process may use, or ``None`` if not sampled. Ranks
         that share a machine each get their share."""
-        rank = self.record.rank
+        rank = self.rank_record.rank
         if rank.cpus is None or self.used_cores is None:
             return None
         if len(self.host("process_cpu")) < MIN_SAMPLES:
@@ -673,7 +677,7 @@ class StepRecords:
         thread whose core a worker uses. Idle cores are free for workers. If use was not sampled,
         PyTorch's threads are assumed to be busy. ``alone`` ignores other programs. ``None`` if
         neither is known."""
-        cores, threads = self.record.rank.cpus, self.flag("num_threads")
+        cores, threads = self.rank_record.rank.cpus, self.flag("num_threads")
         if not cores or (self.used_cores is None and not isinstance(threads, int)):
             return None
         step_share = max(1 - loading, 1e-9)
@@ -690,13 +694,13 @@ class StepRecords:
         """DataLoaders that fed steps, by first use. In training, a loader that was only iterated
         for validation is left out."""
         if self.inference:
-            return self.record.events_of("loader")
-        iterations = self.record.events_of("loader_iter")
+            return self.rank_record.events_of("loader")
+        iterations = self.rank_record.events_of("loader_iter")
         evaluation_ids = [item.get("id") for item in iterations if item.get("evaluation")]
         training_ids = [item.get("id") for item in iterations if not item.get("evaluation")]
         return [
             event
-            for event in self.record.events_of("loader")
+            for event in self.rank_record.events_of("loader")
             if event.get("id") in training_ids or event.get("id") not in evaluation_ids
         ]
 
@@ -735,7 +739,7 @@ class RunSummary(NamedTuple):
         """Read a run. Raises AdvisorError if the run cannot be read."""
         recording = read_recording(path)
         manifest = recording.manifest
-        steps = next((StepRecords(record) for record in recording.ranks.values()), None)
+        steps = next((RunSteps(record) for record in recording.ranks.values()), None)
         names = (PurePath(word).name for word in manifest.command)
         commit = (manifest.git_commit or "")[:10] + "+" * bool(manifest.git_dirty)
         return cls(

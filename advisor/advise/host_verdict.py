@@ -14,7 +14,7 @@ from advisor.advise.recording_limits import (
     schedule_of,
 )
 from advisor.advise.report_fields import MIN_APART_SHARE
-from advisor.advise.report_text import find_slow_steps, name_phase
+from advisor.advise.report_text import find_slow_steps
 from advisor.advise.verdict_parts import (
     BETWEEN_STEPS,
     MAJORITY_SHARE,
@@ -82,7 +82,7 @@ def write_host_verdict(
     if has_large_gain(report):
         first = report.findings[0]
         own_share = 0.0 if first.impact is None else first.impact.share or 0.0
-        is_own_code = part.startswith(tuple(map(name_phase, LOOP_PHASES)))
+        is_own_code = part.startswith(tuple(map(t.host_label, LOOP_PHASES)))
         if is_unseen_code(first) and (share <= own_share or is_own_code):
             longest_part = ""  # a part of the finding, under another name
         lead = f"{name_first_finding(report)}."
@@ -120,7 +120,7 @@ def _describe_host_steps(report: Report, a: Analysis, of_step: str, rules: Seque
     has_phases = report.recorded is not None and bool(report.recorded.phases)
     if report.recorded is not None and has_phases and not largest and "loading data" not in facts:
         phases = report.recorded.phases[:2]
-        shown = t.list_names(f"{name_phase(p.name)} {t.format_share(p.share)}" for p in phases)
+        shown = t.list_names(f"{t.host_label(p.name)} {t.format_share(p.share)}" for p in phases)
         of_run = " of the run's steps" * (report.scope.step_source != "record")
         parts.append(f"Longest phases{of_run}: {shown}.")
     line = None if a.run_steps is None else hottest_in_modules(a.run_steps.stacks)
@@ -195,7 +195,7 @@ def _name_slow_phase(report: Report, a: Analysis) -> str:
     if not total or excess[name] <= total / 2:
         return "No single phase explains their extra time."
     share = t.format_share(excess[name] / total)
-    return f"Most of their extra time is in {name_phase(name)} ({share})."
+    return f"Most of their extra time is in {t.host_label(name)} ({share})."
 
 
 def _name_waiting_phase(report: Report, a: Analysis) -> str:
@@ -207,7 +207,7 @@ def _name_waiting_phase(report: Report, a: Analysis) -> str:
     )
     if waiting is None or waiting.share < MIN_WAITING_SHARE:
         return ""
-    sentence = f"{t.upper_first(name_phase(waiting.name))} takes {t.format_share(waiting.share)}"
+    sentence = f"{t.upper_first(t.host_label(waiting.name))} takes {t.format_share(waiting.share)}"
     run_steps = a.run_steps
     if run_steps is not None and waiting.name in run_steps.phases:
         used = run_steps.used
@@ -290,11 +290,11 @@ def _name_longest_on_host(report: Report, top: HostShare) -> tuple[float, str]:
     label, share = t.host_label(top.name, framework), top.share
     recorded = report.recorded
     if report.scope.step_source == "record":
-        label, of_step = name_phase(top.name), name_all_steps(report)
+        label, of_step = t.host_label(top.name), name_all_steps(report)
     elif top.name != "unknown" and not _is_phase_clearer(report):
         pass
     elif recorded is not None and recorded.phases and report.step is not None:
-        label, share = name_phase(recorded.phases[0].name), recorded.phases[0].share
+        label, share = t.host_label(recorded.phases[0].name), recorded.phases[0].share
         of_step = name_all_steps(report)
     elif report.ranges:
         label, share = (

@@ -204,7 +204,10 @@ def host_time(a: Analysis) -> list[HostShare]:
     main = a.trace.main_thread
     if main is None:
         return []
-    table = a.host.filter(pl.col("thread") == main).sort("ns", descending=True)
+    # the thread has no operator in either: a range around that time explains nothing
+    name = pl.col("class").cast(pl.String).replace("unrecorded", "unknown")
+    table = a.host.filter(pl.col("thread") == main).group_by(name).agg(pl.col("ns").sum())
+    table = table.sort("ns", "class", descending=[True, False])
     return [
         HostShare(name, ns / a.step_count, ns / max(a.steps.host_spans.total, 1))
         for name, ns in zip(table["class"].to_list(), table["ns"].to_list(), strict=True)

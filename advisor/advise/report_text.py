@@ -150,7 +150,7 @@ def _describe_steps(report: Report) -> list[str]:
     runs = "run" if scope.steps_found == 1 else "runs"
     source = {
         "optimizer": f"optimizer {step}",
-        "engine": f"{step} of the engine",
+        "engine": f"engine {step}",
         "program": f"{runs} of the program",
     }.get(source, source)
     if scope.per == "repetition":
@@ -374,20 +374,10 @@ def describe_phases(report: Report) -> list[str]:
     return [f"{shown[0]} of the host's time", *shown[1:]] if shown else []
 
 
-PHASE_NAMES: Final = {
-    "other": "code outside the training phases",
-}
-
-
-def name_phase(name: str) -> str:
-    """Return the name of a phase of the step in a sentence."""
-    return PHASE_NAMES.get(name, t.host_label(name))
-
-
 def quotes_phase(report: Report) -> bool:
     """Return whether the verdict gives the share of a phase of the run's steps."""
     phases = () if report.recorded is None else report.recorded.phases
-    figures = ((name_phase(p.name), t.format_share(p.share)) for p in phases)
+    figures = ((t.host_label(p.name), t.format_share(p.share)) for p in phases)
     verdict = report.verdict.lower()
     return any(
         f"{name}{separator}{share}" in verdict

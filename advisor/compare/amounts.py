@@ -73,7 +73,7 @@ def layer_amounts(before: Report, after: Report) -> list[Amount]:
             own_ns[layer.kind + suffix] += layer.own_ns  # type: ignore[assignment]
             if layer.kept_bytes:
                 kept_bytes[layer.kind + suffix] += layer.kept_bytes  # type: ignore[assignment]
-        own_ns["in no module"] += layers.outside_ns  # type: ignore[assignment]
+        own_ns["outside modules"] += layers.outside_ns  # type: ignore[assignment]
     result = _sort_by_change(times, "ns", "layers")
     return result + (_sort_by_change(kept, "bytes", "memory by layer") if all(kept) else [])
 

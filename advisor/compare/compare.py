@@ -11,6 +11,7 @@ from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import (
     Comparison,
+    FindingChange,
     RealisedGain,
     Side,
     StepTimeChange,
@@ -321,6 +322,10 @@ def measure_realised_gain(
         result.reason = "the work differs, and the prediction is for the work before"
     elif _has_other_batch(c):
         result.reason = "the batch sizes differ, and the prediction is for the one before"
+    elif other := find_other_fixes(c, result.rules):
+        names = t.list_names(f"'{change.title}'" for change in other)
+        verb, it = ("was", "it") if len(other) == 1 else ("were", "them")
+        result.reason = f"{names} {verb} fixed too, and the prediction leaves {it} out"
     elif result.method == REPLAY:
         error = abs(result.measured_ns - result.predicted_ns)
         result.agrees = error <= MAX_DISAGREEMENT * max(
@@ -335,6 +340,16 @@ def measure_realised_gain(
         result.agrees = None
         result.reason = "the measured change may be none at all"
     return result
+
+
+def find_other_fixes(c: Comparison, predicted: list[str]) -> list[FindingChange]:
+    """Return the fixed findings with a gain that is not part of the predicted one: their rules are
+    not among ``predicted``. The measured saving has theirs too."""
+    return [
+        change
+        for change in c.findings_with("fixed")
+        if change.before_gain_ns and change.rule not in predicted
+    ]
 
 
 def _has_other_batch(c: Comparison) -> bool:
@@ -447,6 +462,8 @@ def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Predictio
     fix = comparison.realised
     step = comparison.before.step_ns
     if len(fix.rules) != 1 or not step or comparison.other_programs:
+        return None
+    if find_other_fixes(comparison, fix.rules):
         return None
     if fix.predicted_ns is None or fix.measured_ns is None:
         return None

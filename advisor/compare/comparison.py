@@ -107,6 +107,8 @@ class StepTimeChange(Struct, kw_only=True):
     """Method that computed the interval."""
     paired: bool = False
     """Whether steps of the same number are compared with each other."""
+    between_runs: bool = False
+    """Whether the interval comes from how far runs of a side differ, as steps show less."""
     level: float = 0.95
     """Confidence level of the interval."""
     difference_ns: float | None = None

@@ -6,7 +6,14 @@ from msgspec.structs import replace
 
 from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.compare import compare_reports, describe_side, find_other_programs
-from advisor.compare.comparison import Amount, Bounds, Comparison, Decision, GateAnswer
+from advisor.compare.comparison import (
+    Amount,
+    Bounds,
+    Comparison,
+    Decision,
+    GateAnswer,
+    StepTimeChange,
+)
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS
 from advisor.compare.steps import with_guessed_steps
 from advisor.core.errors import AdvisorError
@@ -117,13 +124,14 @@ def decide(c: Comparison, bounds: Bounds) -> Decision:
     return Decision(
         answer="regression" if grown else answer,
         failed=answer == "regression" or grown or (bounds.strict and answer == "not shown"),
-        reasons=[_explain_step_time(answer, low, high, bounds), *memory],
+        reasons=[_explain_step_time(answer, c.steps, bounds), *memory],
         bounds=bounds,
         detectable=bounds.slower + share - low,
     )
 
 
-def _explain_step_time(answer: GateAnswer, low: float, high: float, bounds: Bounds) -> str:
+def _explain_step_time(answer: GateAnswer, steps: StepTimeChange, bounds: Bounds) -> str:
+    low, high = steps.share_low or 0.0, steps.share_high or 0.0
     if max(abs(low), abs(high)) < 0.0005:  # 0.0% on both sides
         change = "no difference"
     elif low < 0 < high:
@@ -134,7 +142,10 @@ def _explain_step_time(answer: GateAnswer, low: float, high: float, bounds: Boun
     allowed = f"{change}; up to {bounds.slower:.1%} more is allowed"
     if answer != "not shown":
         return allowed
-    return f"{allowed}. Record more steps{', or drop --strict' if bounds.strict else ''}"
+    advice = "Record more steps"
+    if steps.between_runs:
+        advice = "The runs differ: save more of them, or record on an idle machine"
+    return f"{allowed}. {advice}{', or drop --strict' if bounds.strict else ''}"
 
 
 def _check_memory(peak: Amount | None, bounds: Bounds) -> tuple[bool, list[str]]:

@@ -57,6 +57,8 @@ class Difference(NamedTuple):
     after: float
     low: float
     high: float
+    between_runs: bool = False
+    """Whether the interval comes from how far runs differ, as this is more than steps show."""
 
     @property
     def amount(self) -> float:
@@ -142,12 +144,13 @@ def difference_of_runs(
         spread, freedom = _combine_errors(step_errors)
         errors.append((spread / len(runs), freedom))
     step_error, steps_freedom = _combine_errors(errors)
-    half = max(
-        _half_width(run_error, runs_freedom, level), _half_width(step_error, steps_freedom, level)
-    )
+    halves = (
+        _half_width(step_error, steps_freedom, level), _half_width(run_error, runs_freedom, level)
+    )  # fmt: skip
     method = f"Student's t interval over {counts[0]} and {counts[1]} runs"
     first, second = (float(runs.mean()) for runs in centers)
-    return _center_on(method, statistic, first, second, half)
+    result = _center_on(method, statistic, first, second, max(halves))
+    return result._replace(between_runs=halves[1] > halves[0])
 
 
 def _choose_statistic(samples: Sequence[Sample]) -> str:

@@ -71,6 +71,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
         statistic=result.statistic,
         method=result.method,
         paired=paired,
+        between_runs=result.between_runs,
         level=CONFIDENCE_LEVEL,
         difference_ns=result.amount,
         low_ns=low,

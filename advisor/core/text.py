@@ -39,7 +39,7 @@ CAUSE_LABELS: Final = {
     "dispatch": "CPU operators", "python": "Python code", "communication": "host in MPI",
     "host_code": "CPU code (sampled)", "launch": "launch delay", "compile": "first-call set-up",
     "allocation": "allocating memory", "profiler": "the profiler", "stream": "another stream",
-    "device": "another GPU", "other_thread": "another thread", "end": "nothing recorded",
+    "device": "another GPU", "other_thread": "another thread", "end": "end of recording",
 }  # fmt: skip
 """Names of idle causes (``measure.host.gaps.CAUSES``)."""
 
@@ -47,9 +47,9 @@ HOST_LABELS: Final = {
     **CAUSE_LABELS, "sync": "waiting in a sync", "copy": "waiting in a copy",
     "launch": "launch calls",
     "communication": "in MPI", "drain": "waiting for the queue to drain",
-    "unknown": "outside operators", "unrecorded": "nothing recorded",
+    "unknown": "outside operators", "unrecorded": "outside operators",
     "autograd": "waiting for backward", "data": "loading data", "h2d": "uploads",
-    "other": "code outside these phases", "between steps": "code between steps",
+    "other": "the loop's own code", "between steps": "code between steps",
 }  # fmt: skip
 """Names of classes of host time (``measure.steps.timeline.CLASSES``), and of recorded phases."""
 

@@ -1,4 +1,4 @@
-"""Time of the loop outside the training phases, from the run's record."""
+"""Time of the loop's own code, outside the training phases, from the run's record."""
 
 import re
 from collections import Counter
@@ -118,7 +118,7 @@ class LoopPhases(LoopRule):
 
     id = "loop-phases"
     subject = HOST_CODE
-    title = "Code outside the training phases takes much of the step"
+    title = "The loop's own code takes much of each step"
     inference: ClassVar[Mapping[str, Any]] = {
         **LoopRule.inference,
         "title": "Code outside the model takes much of the step",
@@ -544,7 +544,7 @@ def _summarize(
     is_loss = code.case == "the loss"
     leading = _name_leading(code.largest, operator_ns) if is_loss else ""
     parts = [
-        "Code outside loading, forward, backward and optimizer takes "
+        "The loop's own code, outside loading, forward, backward and optimizer, takes "
         f"{t.format_duration(code.ns)} of the {'mean' if varies else 'median'} step "
         f"({code.ns / step:.0%}){leading}.",
         "The backward pass goes through much of it." * is_loss,

@@ -506,7 +506,7 @@ def test_unexplained_idle_time_with_queued_work_is_separate(
 def test_recorded_phases_have_names_of_their_work(shared_file: Callable[[str], str]) -> None:
     report = analyze(shared_file("h100/healthy_lm"))
     phases = ", ".join(report_text.describe_phases(report))
-    assert "code outside these phases 31%" in phases and "uploads <1%" in phases
+    assert "the loop's own code 31%" in phases and "uploads <1%" in phases
     assert not re.search(r"\b(?:h2d|other|data) [<\d]", phases.replace("loading data", ""))
 
 

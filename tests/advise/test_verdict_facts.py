@@ -10,7 +10,7 @@ from advisor.advise import engine
 from advisor.advise.engine import Options
 from advisor.advise.finding_text import is_unseen_code, ranked_findings
 from advisor.advise.host_verdict import MIN_WAITING_SHARE
-from advisor.advise.report_text import describe_all_fixes, find_slow_steps, name_phase
+from advisor.advise.report_text import describe_all_fixes, find_slow_steps
 from advisor.advise.verdict_parts import MIN_PAUSE_SHARE, MIN_SLOW_SHARE
 from advisor.core.report import Report
 from advisor.core.text import format_share, host_label
@@ -75,7 +75,7 @@ def test_phases_of_the_verdict_recur_in_the_report(report: Report, text: str) ->
     for phase in () if report.recorded is None else report.recorded.phases:
         share = format_share(phase.share)
         quoted = re.search(
-            rf"{re.escape(name_phase(phase.name))}(?::| takes)? {share}", report.verdict
+            rf"{re.escape(host_label(phase.name))}(?::| takes)? {share}", report.verdict
         )
         if quoted:
             assert re.search(rf"{host_label(phase.name)} (?:[\d.]+ \S+ )?{share}", below)

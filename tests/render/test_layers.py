@@ -67,7 +67,7 @@ def test_unknown_values_are_dashes_and_other_work_has_a_row(
     text = " ".join(render_layers(result, width=120).split())
     assert "Model – 3 ms 75% 6 T 2.79 GiB 2,000 1,000" in text
     assert "Block ×4 4 3 ms 75% 6 T 2.79 GiB – 1,000" in text
-    assert "in no module – 1 ms 25% – –" in text
+    assert "outside modules – 1 ms 25% – –" in text
     assert "3 smaller or deeper groups not shown" in text
     assert "Block_2 takes 2 ms, 100% longer than its equals in Block_0–3 (1 ms)" in text
 

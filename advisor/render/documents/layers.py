@@ -120,7 +120,7 @@ def _build_outside_row(layers: Layers) -> list[d.Inline]:
     share = layers.outside_ns / layers.total_ns if layers.total_ns else 0.0
     cells = [t.format_duration(layers.outside_ns), t.format_share(share)]
     rest = [t.EMPTY_CELL] * (len(_HEAD) - 2 - len(cells))
-    return [d.Span("in no module", "soft"), t.EMPTY_CELL, *cells, *rest]
+    return [d.Span("outside modules", "soft"), t.EMPTY_CELL, *cells, *rest]
 
 
 def _format_flops(flops: float) -> str:

@@ -363,7 +363,7 @@ def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> d.Grid
     ]  # fmt: skip
     if rows:
         rest = view.allocated - outermost
-        rows.append(row("in no module", rest, rest, t.EMPTY_CELL))
+        rows.append(row("outside modules", rest, rest, t.EMPTY_CELL))
     head = ["module", "bytes", "own", "share", "blocks"]
     title = f"{_MODULES}, {moment}" if moment else _MODULES
     return d.Grid(head, rows, title, short=rows)

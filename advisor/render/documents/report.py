@@ -153,7 +153,7 @@ def _build_ranks(report: Report) -> Iterator[d.Block]:
         notes += [d.Paragraph(table.note, "soft", spare=1)] if table.note else []
         per = "per profiled step" if differs else t.format_per(report.per)
         aside = f"{table.total} recorded, times {per}"
-        aside += "; comes last: of collectives" * ("comes last" in table.head)
+        aside += "; comes last: share of collectives" * ("comes last" in table.head)
         yield d.Section("Ranks", [shown, *notes], aside)
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections
@@ -345,7 +345,9 @@ def _build_remaining(report: Report, on_demand: Sequence[d.Block]) -> Iterator[d
     closing = report_text.define_gains(report)
     if closing:
         paragraphs = [d.Paragraph(line, "soft") for line in closing]
-        yield d.Section("How gains are estimated", paragraphs, folded=True, summary="evidence")
+        yield d.Section(
+            "How gains are estimated", paragraphs, folded=True, summary="how gains are estimated"
+        )
 
 
 def checks(report: Report) -> Iterator[d.Section]:

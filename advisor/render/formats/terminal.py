@@ -175,13 +175,17 @@ class _Screen:
 
     def _name_omitted(self) -> str:
         """Name the omitted parts, as far as they fit on a line."""
-        line = f"Not shown (--details): {', '.join(self.left_out)}."
-        names = [name for name in self.left_out if name[0].isdigit()]
-        if self.level:
-            line = f"Not shown (--details): {', '.join([*names, 'more'])}."
+        names = [name for name in self.left_out if name != "more"]
+        rest = ["more"] if len(names) < len(self.left_out) else []
+        line = f"Not shown (--details): {', '.join([*names, *rest])}."
         while names and cell_len(line) > self.page.width:
-            # passed checks are removed first, and names of limits last
-            names.remove(max(names, key=lambda name: (name in self.spare, "(" not in name)))
+            # sections are removed first, then passed checks, and names of limits last
+            names.remove(
+                max(
+                    reversed(names),
+                    key=lambda name: (not name[0].isdigit(), name in self.spare, "(" not in name),
+                )
+            )
             line = f"Not shown (--details): {', '.join([*names, 'more'])}."
         return line
 

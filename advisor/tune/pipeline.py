@@ -102,6 +102,7 @@ def _fill_plan(report: TrialReport, run: Path, words: Sequence[str], request: Tr
     machine = Machine(count_cores(), _used_gpu(run))
     result = plan_trials(run, machine)
     report.verdict, report.without = result.verdict, result.by_hand
+    report.titles = result.titles
     report.trials = [
         t
         for t in [*result.trials, *plan_requested_trials(request.only, machine, result.trials)]
@@ -252,6 +253,8 @@ class TrialPlan(NamedTuple):
     trials: list[Trial]
     by_hand: list[str]
     verdict: str
+    titles: dict[str, str]
+    """Title of each rule's finding, for those that are tried or fixed by hand."""
 
 
 def plan_trials(run: Path, machine: Machine) -> TrialPlan:
@@ -261,6 +264,7 @@ def plan_trials(run: Path, machine: Machine) -> TrialPlan:
     report = analysis.report
     trials: list[Trial] = []
     by_hand: list[str] = []
+    titles: dict[str, str] = {}
     planned: set[KnobSetting] = set()
     # a note is tried as well: a knob without a predicted gain may gain the most
     for finding in (*report.findings, *report.risks, *report.notes):
@@ -269,6 +273,8 @@ def plan_trials(run: Path, machine: Machine) -> TrialPlan:
             for name in names_of.get(finding.rule, ())
             if _is_usable(knob := find_knob(name), machine)
         ]
+        if usable or finding not in report.notes:
+            titles.setdefault(finding.rule, finding.title)
         if not usable and finding not in report.notes:
             by_hand.append(finding.rule)
         for knob in usable:
@@ -282,7 +288,7 @@ def plan_trials(run: Path, machine: Machine) -> TrialPlan:
                 is_first = knob is usable[0] and index == 0
                 _predict(trial, finding, analysis, value, is_first=is_first)
                 trials.append(trial)
-    return TrialPlan(trials, list(dict.fromkeys(by_hand)), report.verdict)
+    return TrialPlan(trials, list(dict.fromkeys(by_hand)), report.verdict, titles)
 
 
 def plan_requested_trials(

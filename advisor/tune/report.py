@@ -122,6 +122,8 @@ class TrialReport(Struct, kw_only=True):
     together: CombinedTrial | None = None
     without: list[str] = field(default_factory=list)
     """Findings that no knob fixes and the user has to fix by hand."""
+    titles: dict[str, str] = field(default_factory=dict)
+    """Title of each rule's finding."""
     remembered: str = ""
     """Past accuracy of these rules' predictions. Empty if there are none yet."""
 

@@ -100,6 +100,9 @@ def test_large_slowdown_alarms_and_detectable_size_is_given() -> None:
         durations = np.array(steps.after.durations_ns) * base * (1 + edge * scale)
         decision = compare_with_baseline(kept, report(durations)).decision
         assert decision is not None and decision.answer == answer
+        # far more steps of these runs would not help: they differ by more than their steps do
+        advice = "The runs differ: save more of them, or record on an idle machine"
+        assert (advice in decision.reasons[0]) == (answer == "not shown")
 
 
 def test_the_interval_over_runs_by_hand() -> None:

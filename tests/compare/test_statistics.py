@@ -152,6 +152,7 @@ def test_steps_long_in_both_runs_cancel_when_paired(count: int) -> None:
         paired.before,
         0.0,
         0.0,
+        False,
     )
 
 

@@ -30,7 +30,9 @@ def build(report: TrialReport, options: d.RenderOptions = d.DEFAULT) -> d.Docume
         d.TextField("losses", [describe_losses(report)]),
     ]
     cards = [
-        _build_card(trial) for trial in report.trials if trial.outcome != "not run" or trial.why
+        _build_card(trial, report.titles.get(trial.rule, trial.rule))
+        for trial in report.trials
+        if trial.outcome != "not run" or trial.why
     ]
     shown = d.Section(
         "Trials", [_build_table(report)], "share of the step that is saved", short=True
@@ -65,7 +67,7 @@ def _build_table(report: TrialReport) -> d.Grid:
     return d.Grid(["knob", "predicted", "measured", "range", "runs", "outcome"], rows)
 
 
-def _build_card(trial: Trial) -> d.Card:
+def _build_card(trial: Trial, problem: str) -> d.Card:
     memory = [
         f"{size / 1e6:,.0f} MB {where}"
         for size, where in ((trial.device_bytes, "device"), (trial.host_bytes, "host"))
@@ -75,7 +77,7 @@ def _build_card(trial: Trial) -> d.Card:
     if checked and trial.safety != "exact":
         checked += f" ({trial.safety})"
     fields = [
-        d.TextField("fixes", [trial.rule]),
+        d.TextField("fixes", [problem]),
         d.TextField("changes", [f"by the sample; {trial.schedule}" if trial.schedule else ""]),
         d.TextField(trial.outcome, [trial.why], _STYLES.get(trial.outcome, "")),
         d.TextField("losses", [checked]),
@@ -111,7 +113,6 @@ def _build_remaining(report: TrialReport) -> Iterator[d.Block]:
     if report.remembered:
         yield d.Section("Past trials", [d.Paragraph(report.remembered)])
     if report.without:
-        names = ", ".join(report.without)
-        yield d.Section(
-            "By hand", [d.Paragraph(f"No knob fixes {names}: see advisor analyze.")]
-        )  # fmt: skip
+        items = [report.titles.get(rule, rule) for rule in report.without]
+        note = d.Paragraph("No knob fixes these: advisor analyze says how to.")
+        yield d.Section("By hand", [d.Items(items, "∙"), note])

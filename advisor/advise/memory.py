@@ -31,6 +31,10 @@ MIN_NAMED_SHARE = 0.1
 """Minimum share of the bytes in tensors at which the verdict names a category or saving."""
 UNATTRIBUTED = CATEGORIES[NOT_ATTRIBUTED]
 RECORD_HISTORY = "torch.cuda.memory._record_memory_history(max_entries=100_000)"
+RECORD_PEAK = (
+    f"call {RECORD_HISTORY} at the program's start, and torch.cuda.memory._dump_snapshot() after "
+    "the peak"
+)
 MIN_UNUSED_SHARE = 0.25
 """Minimum share of the reserved bytes at which the verdict mentions unused memory."""
 
@@ -234,7 +238,7 @@ def memory_verdict(
         usage += f" of {t.format_bytes(view.reserved)} reserved"
     unused = view.reserved - view.allocated
     if view.reserved and unused >= MIN_UNUSED_SHARE * view.reserved:
-        usage += f" ({t.format_bytes(unused)} reserved and unused"
+        usage += f" ({t.format_bytes(unused)} free since an earlier peak"
         usage += f"; {_describe_returned_memory(view)})" if view.at == "snapshot" else ")"
     are_most = 2 * sum(item.bytes for item in largest) > view.allocated
     most = "mainly" if are_most else "the largest part"
@@ -248,7 +252,7 @@ def memory_verdict(
         return "limited", (
             f"GPU {view.device}: {t.format_bytes(view.allocated)} in tensors and "
             f"{t.format_bytes(view.reserved)} reserved cannot both be true. Take a new snapshot: "
-            "as the file's figures contradict each other, the tables below may be wrong."
+            f"{RECORD_PEAK}."
         )
     if view.request is not None:
         text = (
@@ -352,8 +356,7 @@ def _advise_on_memory(view: MemoryView, report: Report) -> str:
             and view.trains is not False
         ):
             snapshot_hint = (
-                " A snapshot with a history shows what autocast and checkpointing free "
-                f"({RECORD_HISTORY}, then torch.cuda.memory._dump_snapshot)."
+                " To see what autocast and checkpointing free, record a snapshot with its history."
             )
     if changes := large_savings(view):
         first, cheaper, largest = changes
@@ -363,17 +366,14 @@ def _advise_on_memory(view: MemoryView, report: Report) -> str:
         )
         if cheaper not in (first, largest):
             other_changes = (
-                f"{other_changes[:-1]}, or in less time {_describe_saving(cheaper, view)}."
+                f"{other_changes[:-1]}; usually faster is {_describe_saving(cheaper, view)}."
             )
         is_limit_unknown = view.request is None and report.memory_capacity_bytes is None
         opening = "If memory is short, first" if is_limit_unknown else "First"
         saving = _describe_saving(first, view)
         return f"{opening} {saving}; {cost}.{other_changes}{snapshot_hint}"
     if view.at != "peak" and view.source != "timeline":
-        return (
-            f"Its peak is unknown: call {RECORD_HISTORY} at the program's start, and "
-            "torch.cuda.memory._dump_snapshot() after the peak."
-        )
+        return f"To see its peak, {RECORD_PEAK}."
     return snapshot_hint.strip()
 
 

@@ -75,8 +75,10 @@ class OutOfMemory(Rule):
             "confidence": 0.9,
         },
         "an unusually large batch": {
-            "fix": "Limit the size of a batch: cut or bucket sequences, or batch by tokens.",
-            "code": "# batches of at most `limit` tokens; lengths: of the samples\n"
+            "fix": "Limit the size of a batch: truncate long samples, or batch by tokens.",
+            "code": "# truncate: tokenizer(texts, truncation=True, max_length=512)\n"
+            "# or make batches of at most `limit` tokens. lengths: the samples'\n"
+            "# tokens; pad: your collate_fn\n"
             "batches = [[]]\n"
             "for i in sorted(range(len(lengths)), key=lengths.__getitem__):\n"
             "    if batches[-1] and (len(batches[-1]) + 1) * lengths[i] > limit:\n"

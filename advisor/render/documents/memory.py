@@ -5,7 +5,7 @@ from pathlib import PurePath
 from statistics import median
 from typing import Final, NamedTuple
 
-from advisor.advise.memory import large_savings
+from advisor.advise.memory import RECORD_HISTORY, large_savings
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.memory_changes import advise_change
@@ -51,7 +51,7 @@ def sections(report: Report) -> list[d.Block]:
                 d.TextField(
                     label,
                     parts,
-                    detail=label == _BASIS,
+                    detail=label == _BASIS or (label == "steps" and not view.step_source),
                     spare=_SPARE.get(label, 0),
                     min_parts=3 if label == "held" else None,
                 )
@@ -61,7 +61,10 @@ def sections(report: Report) -> list[d.Block]:
         first: list[d.Block] = [_build_sizes(view)]
         tables = [each for each in device.tables if not _is_folded(each)]
         first += tables
-        if any(str(row[0]).startswith(NO_LINE) for each in tables for row in each.rows):
+        listed = [
+            row for each in tables for row in (each.rows if each.short is None else each.short)
+        ]
+        if any(str(row[0]).startswith(NO_LINE) for row in listed):
             why = "made before the history began, or by autograd's own thread"
             if not view.events or view.at == "snapshot":
                 why = "the snapshot has no history of allocations"
@@ -108,6 +111,8 @@ MIN_ATTRIBUTED_SHARE: Final = 0.05
 """Minimum share of memory with a known category at which a trace's table is shown."""
 MIN_LISTED_SHARE: Final = 0.001
 """Minimum share of the memory held at which a category is listed."""
+MIN_LINE_SHARE: Final = 0.02
+"""Minimum share of the memory held at which a terminal lists a line."""
 MIN_HELD_BYTES: Final = 1 << 30
 """Minimum bytes at the peak at which a trace's table is shown if the capacity is unknown."""
 
@@ -150,7 +155,17 @@ def _advised_savings(view: MemoryView, report: Report) -> list[d.Block]:
         if not code or not any(code.strip() in risk.code for risk in report.risks):
             blocks.append(d.FieldList([d.TextField(label, [text], "strong")]))
             blocks += [d.Code(code, indent=2)] if code else []
+    if view.source == "timeline":
+        blocks.append(d.FieldList([d.TextField("record", [_SNAPSHOT], "strong")]))
+        blocks.append(d.Code(_SNAPSHOT_CODE, indent=2))
     return blocks
+
+
+_SNAPSHOT: Final = "A snapshot, for lines and for what other changes free"
+_SNAPSHOT_CODE: Final = (
+    f"# at the program's start\n{RECORD_HISTORY}\n"
+    '# after the peak\ntorch.cuda.memory._dump_snapshot("memory.pickle")'
+)
 
 
 def _is_similar(view: MemoryView, first: MemoryView) -> bool:
@@ -243,13 +258,17 @@ def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = Fal
 
 def _build_tables(view: MemoryView, rows: int, moment: str) -> list[d.Grid]:
     """Return a device's tables, most important first."""
-    freed = "where memory ran out" if view.at == "out of memory" else "of the peak"
+    freed = "of the peak (cheapest in step time first; savings overlap)"
+    if view.at == "out of memory":
+        lack = (view.request or 0) - (view.driver_free or 0)
+        freed = f"where memory ran out (the request lacked {t.format_bytes(lack)})"
     return [
         _build_table(
             f"By line, {moment}",
             ["line · category", "bytes", "share", "blocks"],
             _build_held(view),
             rows,
+            shown=_list_lines(view),
         ),
         modules(view, rows, moment),
         _build_table(
@@ -278,12 +297,13 @@ def _build_tables(view: MemoryView, rows: int, moment: str) -> list[d.Grid]:
             rows,
         ),
         _build_table(
-            f"What a change frees {freed} (cheapest in step time first; savings overlap)",
+            f"What a change frees {freed}",
             ["change", "frees", "cost"] + ["line"] * _has_lines(view),
             _build_savings(view),
             rows,
             "lrrl"[: 3 + _has_lines(view)],
             shown=_list_named(view),
+            least=None,
         ),
         _build_table(_CHURN, ["line", "per step", "times"], _build_churn(view), rows),
         _build_table(
@@ -310,13 +330,24 @@ def _build_table(
     rows: list[list[str]],
     limit: int,
     align: str = "",
-    shown: Sequence[int] = (),
+    shown: Sequence[int] | None = None,
+    least: int | None = MIN_SHORT,
 ) -> d.Grid:
-    """Return a table. ``shown``: the rows that a terminal shows."""
+    """Return a table. ``shown``: the rows that a terminal shows; ``least``: the number of them that
+    it keeps to fit a screen."""
     rows = rows[:limit]
-    if shown:
-        return d.Grid(head, rows, title, align=align, short=[rows[n] for n in shown if n < limit])
-    return d.Grid(head, rows, title, align=align, short=rows[:MAX_SHORT], min_rows=MIN_SHORT)
+    short = rows[:MAX_SHORT] if shown is None else [rows[n] for n in shown if n < len(rows)]
+    return d.Grid(head, rows, title, align=align, short=short, min_rows=least)
+
+
+def _list_lines(view: MemoryView) -> list[int]:
+    """Return the indices of the largest rows with a line, as the categories are shown above. Of
+    figures that contradict each other, return none."""
+    if view.reserved and view.allocated > view.reserved:
+        return []
+    least = MIN_LINE_SHARE * max(view.allocated, 1)
+    lines = [n for n, each in enumerate(view.held) if each.file or each.function]
+    return [n for n in lines if view.held[n].bytes >= least][:MAX_SHORT]
 
 
 def _list_named(view: MemoryView) -> list[int]:
@@ -413,7 +444,7 @@ def _build_savings(view: MemoryView) -> list[list[str]]:
 def _name_change(change: str) -> str:
     names = {"references": "earlier steps' outputs"}
     names["smaller logits"] = "smaller logits (loss in parts)"
-    names["expandable segments"] = "expandable segments (of reserved memory)"  # not of tensors
+    names["expandable segments"] = "expandable segments (reserved)"  # not of tensors
     return names.get(change, change)
 
 

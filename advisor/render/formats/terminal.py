@@ -381,6 +381,8 @@ class _Screen:
     def table(self, table: d.Grid) -> None:
         """Draw columns. If space is short, draw the most important rows."""
         rows = table.rows if table.short is None else table.short
+        if not rows:
+            return
         if table.title:
             self.page.blank_line()
             self.page.wrap(labels.clean(table.title), indent=2, style="dim")

@@ -60,10 +60,10 @@ class PrefixRecomputed(Rule):
     min_tokens = Threshold(
         8, "tokens of the first pass: with fewer, little is computed again", CHOSEN
     )
-    remaining_host_share = Factor(
-        0.25, "of the operators' time on a CPU remains: weights are still read", CHOSEN
+    token_x = Factor(
+        6.0, "times as long per token on a CPU, as one token reads all weights too", CHOSEN
     )
-    worst_remaining_host_share = Factor(0.6, "of it remains, at most", CHOSEN)
+    worst_token_x = Factor(15.0, "times as long, at worst", CHOSEN)
 
     fix = (
         "Keep the keys and values of earlier tokens, and pass only the new token to the model. "
@@ -127,13 +127,15 @@ class PrefixRecomputed(Rule):
     def _build_edit(self, a: Analysis, tokens: float) -> Edit:
         if a.device_id is not None:
             return Edit(op="resize", select=Select(on="gpu"), factor=1 / tokens)
-        best = 1 / tokens
+        remaining, best, worst = (
+            min(1.0, x / tokens) for x in (self.token_x, 1.0, self.worst_token_x)
+        )
         return Edit(
             op="scale",
             select=Select(on="host", kind=("op",), name=_HOST_WORK),
-            factor=max(best, self.remaining_host_share),
+            factor=remaining,
             factor_low=best,
-            factor_high=max(best, self.worst_remaining_host_share),
+            factor_high=worst,
         )
 
     @staticmethod

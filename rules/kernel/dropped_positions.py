@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from advisor.core.finding import Finding, Outcomes
-from advisor.core.rule import Rule, Threshold
+from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import TAKES, dimension_taken, inputs_at, range_taken
 from advisor.measure.device.shapes import OpInputs, Shape
@@ -93,6 +93,11 @@ class DroppedPositions(Rule):
     min_share = Threshold(0.05, "of the step in work on dropped positions", XPROF)
     max_kept_share = Threshold(0.5, "of the result is used: with more, little is dropped", CHOSEN)
 
+    best_kept_x = Factor(0.5, "times as long per position that is kept, at best", CHOSEN)
+    worst_kept_x = Factor(
+        1.5, "times as long, at worst: a smaller product has a lower rate", CHOSEN
+    )
+
     fix = (
         "Take the positions before the layer, not after it. It works on each position alone, so "
         "the results stay the same. Move the selection ahead of earlier layers of this kind too."
@@ -139,8 +144,8 @@ class DroppedPositions(Rule):
             layer_rows = np.array(dropped.made)
             rows, backward_rows = with_backward(a, layer_rows, np.array(dropped.through))
             ns = time_of_operators(a, rows)
-            saved = [ns * (1 - kept_times * dropped.kept) for kept_times in (1, 0.5)]
-            saved.append(ns * max(0.0, 0.8 - 2 * dropped.kept))
+            times_as_long = (1, self.best_kept_x, self.worst_kept_x)
+            saved = [ns * max(0.0, 1 - x * dropped.kept) for x in times_as_long]
             if saved[0] < self.min_share * a.span_ns:
                 continue
             sizes = " × ".join(f"{size:,}" for size in dropped.shape)
@@ -212,14 +217,17 @@ class DroppedPositions(Rule):
         operands = [[] if at is None else shapes[at] for at in inputs]
         for first, at in product_takers:
             shape, kept, index = parts[inputs[at]]
-            again = (
-                n
-                for n in range(at, len(rows))
-                if inputs[n] == inputs[first] and names[n] == names[first]
+            again = next(
+                (
+                    n
+                    for n in range(at, len(rows))
+                    if inputs[n] == inputs[first] and names[n] == names[first]
+                ),
+                len(rows),
             )
             readers = [
                 n
-                for n in range(first + 1, next(again, len(rows)))
+                for n in range(first + 1, again)
                 if shape in operands[n] and not (n < at and keeps[n] and names[n] not in OF_INDEX)
             ]
             if readers != [at]:
@@ -231,6 +239,9 @@ class DroppedPositions(Rule):
             )
             dropped.made.extend(rows[begin:at])
             dropped.through.extend(rows[begin : at + 1])
+            if again < len(rows) and all(keeps[again + 1 :]):
+                # the recording ends before a part of the last call's result is taken
+                dropped.made.extend(rows[again - (first - begin) : again + at - first])
         return _merge_lengths(
             [dropped for dropped in dropped_layers.values() if dropped.shape not in needed]
         )

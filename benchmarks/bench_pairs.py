@@ -226,13 +226,13 @@ class Pair:
 
 def work(op: str, factors: tuple[float, float, float], **select: Any) -> dict[str, Any]:
     """An edit of device work with (central, optimistic, pessimistic) factors."""
-    middle, low, high = factors
+    middle, best, worst = factors
     return {
         "op": op,
         "select": {"on": "gpu", **select},
         "factor": middle,
-        "factor_low": low,
-        "factor_high": high,
+        "best_factor": best,
+        "worst_factor": worst,
     }
 
 

@@ -301,7 +301,7 @@ def _explain_ends(
             return [f"no gain unless {labels.clean((ranged or finding.assumptions)[0])}"]
         if assumption:
             return [f"range: {assumption}"]
-    is_at_best = any(e.factor == 1 and e.factor_low not in (None, 1) for e in finding.edits)
+    is_at_best = any(e.factor == 1 and e.best_factor not in (None, 1) for e in finding.edits)
     if is_at_best or {edit.op for edit in finding.edits} == {"overlap"}:
         by_best = _OTHER_WORK if is_at_best else "overlap"
         ends = [(end, by_best if (end, by) == ("high end", "assumption") else by)
@@ -322,9 +322,9 @@ def _name_removed_parts(finding: Finding, report: Report, gains: tuple[int, int,
     """Say which share of the finding's time the ``gains`` are: usually, at worst and at best. Empty
     if the edits do not share one range, or if time and gains are not of the same step."""
     ranges = {
-        (edit.factor, edit.factor_low, edit.factor_high)
+        (edit.factor, edit.best_factor, edit.worst_factor)
         for edit in finding.edits
-        if edit.factor_low is not None or edit.factor_high is not None
+        if edit.best_factor is not None or edit.worst_factor is not None
     }
     if len(ranges) != 1:
         return ""

@@ -129,9 +129,9 @@ class Edit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     factor: float | None = None
     """Factor of the central estimate. ``scale`` and ``merge``: new duration over old. ``roofline``:
     share of the attainable rate that is reached. ``resize``: new batch size over old."""
-    factor_low: float | None = None
+    best_factor: float | None = None
     """Factor under the optimistic assumption (larger gain)."""
-    factor_high: float | None = None
+    worst_factor: float | None = None
     """Factor under the pessimistic assumption (smaller gain). ``overlap``: share of the saving that
     is then lost."""
     workers: int | None = None

@@ -43,11 +43,13 @@ _IMPACT_NAMES_2 = {
     "of_run": "is_run_gain",
     "of_job": "is_job_gain",
 }
+_EDIT_NAMES_2 = {"factor_low": "best_factor", "factor_high": "worst_factor"}
 _NAMES_SINCE_VERSION_2 = {
     "scope": {"earlier_ns": "launched_before_ns", "behind_ns": "queue_delay_ns"},
     "recorded": {"observer_effect": "profiler_overhead"},
     **{f"{kind}.impact": _IMPACT_NAMES_2 for kind in _KINDS},
-    **dict.fromkeys(("findings", "risks", "notes"), _FINDING_NAMES_2),
+    **{f"{kind}.edits": _EDIT_NAMES_2 for kind in _KINDS},
+    **dict.fromkeys(_KINDS, _FINDING_NAMES_2),
     "": {"serving": "inference"},
 }
 

@@ -148,7 +148,7 @@ def parse_edit(line: str) -> Edit:
     if low is not None or high is not None:
         if verb not in ("scale", "merge", "remove_skew") and not only_high:
             raise wrong(f"{verb} takes no range of factors")
-        edit = replace(edit, factor_low=low, factor_high=high)
+        edit = replace(edit, best_factor=low, worst_factor=high)
     if ahead and verb != "overlap":
         raise wrong("ahead is for overlap")
     edit = replace(edit, ahead=True) if ahead else edit
@@ -275,9 +275,9 @@ def write_edit(edit: Edit) -> str:
         number = edit.workers
     if edit.op == "drop_launch":
         number = edit.host_ns
-    if edit.factor_low is not None or edit.factor_high is not None:
+    if edit.best_factor is not None or edit.worst_factor is not None:
         middle = 0.0 if edit.op == "overlap" else edit.factor
-        parts = (edit.factor_low, middle, edit.factor_high)
+        parts = (edit.best_factor, middle, edit.worst_factor)
         words.append("..".join("" if p is None else f"{p!r}" for p in parts))
     elif number is not None:
         words.append(f"{number!r}")

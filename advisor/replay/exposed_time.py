@@ -115,12 +115,12 @@ def _min_factor(edit: Edit) -> float | None:
     edit's best case leaves. If the best case is the expected case, they keep less, as past gains
     were larger than expected; merged kernels keep their traffic with the rest of the step. All host
     time may be removed."""
-    if edit.factor is None or edit.factor_low is None:
+    if edit.factor is None or edit.best_factor is None:
         return edit.factor
     if edit.select.on != "gpu":
         return 0.0
-    if edit.factor_low < edit.factor or edit.op == "merge":
-        return edit.factor_low
+    if edit.best_factor < edit.factor or edit.op == "merge":
+        return edit.best_factor
     return edit.factor * math.exp(-error_of([edit_kind(edit)], shipped_experiments()))
 
 
@@ -251,11 +251,11 @@ def _claim_selected(a: Analysis, edit: Edit) -> GainClaim:
     time = exposed_intervals(a, edit)
     if edit.op == "overlap" and edit.select.on == "gpu" and time.total:
         share = min(1.0, _hidden_by_others(a, selected_gpu(a, edit.select), time) / time.total)
-        return GainClaim(time, (share, share * (1 - (edit.factor_high or 0.0)), 1.0))
+        return GainClaim(time, (share, share * (1 - (edit.worst_factor or 0.0)), 1.0))
     if edit.op in ("scale", "merge", "remove_skew") and edit.factor is not None:
         central = 1 - edit.factor
-        low = 1 - (edit.factor_high if edit.factor_high is not None else edit.factor)
-        high = 1 - (edit.factor_low if edit.factor_low is not None else edit.factor)
+        low = 1 - (edit.worst_factor if edit.worst_factor is not None else edit.factor)
+        high = 1 - (edit.best_factor if edit.best_factor is not None else edit.factor)
         return GainClaim(time, (max(0.0, central), max(0.0, low), max(0.0, high)))
     return GainClaim(time, (1.0, 1.0, 1.0))
 

@@ -24,10 +24,10 @@ def collect(selected: Selection, edits: Sequence[Edit], assumption: str = "") ->
     # merging depends on the remaining waits
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.op == "merge"):
         factor = edit.factor
-        if assumption == "low" and edit.factor_high is not None:
-            factor = edit.factor_high
-        if assumption == "high" and edit.factor_low is not None:
-            factor = edit.factor_low
+        if assumption == "low" and edit.worst_factor is not None:
+            factor = edit.worst_factor
+        if assumption == "high" and edit.best_factor is not None:
+            factor = edit.best_factor
         OPERATIONS[edit.op](result, edit, factor)
     return result
 

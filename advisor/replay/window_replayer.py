@@ -251,7 +251,10 @@ class WindowReplayer:
         profiler's own host time; ``unprofiled_min`` and ``unprofiled_max``: without its minimum and
         its maximum."""
         if assumption not in PROFILER_ASSUMPTIONS and all(
-            e.factor_low is None and e.factor_high is None and e.op != "parallelize" and not e.ahead
+            e.best_factor is None
+            and e.worst_factor is None
+            and e.op != "parallelize"
+            and not e.ahead
             for e in edits
         ):
             assumption = ""
@@ -269,11 +272,11 @@ class WindowReplayer:
         }.get(assumption, self._own_step_ratio)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
         if assumption == "low" and (
-            uncertain := [e for e in edits if e.op == "overlap" and e.factor_high is not None]
+            uncertain := [e for e in edits if e.op == "overlap" and e.worst_factor is not None]
         ):
-            certain = [replace(e, factor_high=None) if e in uncertain else e for e in edits]
+            certain = [replace(e, worst_factor=None) if e in uncertain else e for e in edits]
             others = [e for e in edits if e not in uncertain]
-            share = max(e.factor_high or 0.0 for e in uncertain)
+            share = max(e.worst_factor or 0.0 for e in uncertain)
             return share * self.period(others, "low") + (1 - share) * self.period(certain, "low")
         real_share = self._real_share(times)
         edited = collect(self._selected, self._own_edits(edits), assumption).build(real_share)

@@ -327,7 +327,7 @@ def _build_edits(kind: str, table: pl.DataFrame) -> Iterator[Edit]:
             under=_FORWARD if kind == "buffers" else "",
             max_bytes=int(np.max(int_column(rows, "bytes"))),
         )
-        yield Edit(op="scale", select=select, factor=usual, factor_low=best, factor_high=worst)
+        yield Edit(op="scale", select=select, factor=usual, best_factor=best, worst_factor=worst)
 
 
 def _build_steps(

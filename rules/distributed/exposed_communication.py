@@ -393,7 +393,7 @@ class ExposedCommunication(Rule):
                     op="overlap",
                     select=Select(on="gpu", family=("communication",)),
                     ahead=True,
-                    factor_high=wait_share or None,
+                    worst_factor=wait_share or None,
                 )
             ],
             **advice,
@@ -415,7 +415,7 @@ class ExposedCommunication(Rule):
             ),
             evidence=[amount_per_step(a, "waiting for other ranks", waited), *evidence],
             where=self._find_worst(a, waits),
-            edits=[Edit(op="scale", select=select, factor=factor, factor_high=1.0)],
+            edits=[Edit(op="scale", select=select, factor=factor, worst_factor=1.0)],
             **self.case("a late rank"),
         )
 

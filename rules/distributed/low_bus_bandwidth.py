@@ -90,7 +90,7 @@ class LowBusBandwidth(Rule):
                     op="scale",
                     select=scaled.select,
                     factor=scaled.factor,
-                    factor_high=(1 + scaled.factor) / 2,
+                    worst_factor=(1 + scaled.factor) / 2,
                 )
             ],
         )

@@ -46,7 +46,7 @@ class NetworkRule(Rule):
             why = "needs a trace with large collectives, and the rate of the faster link"
             return {"impact": impact_without_gain(why)}
         factor, worst_factor = scaled.factor, (1 + scaled.factor) / 2
-        edit = Edit(op="scale", select=scaled.select, factor=factor, factor_high=worst_factor)
+        edit = Edit(op="scale", select=scaled.select, factor=factor, worst_factor=worst_factor)
         return {"edits": [edit]}
 
 

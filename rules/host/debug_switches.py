@@ -157,7 +157,7 @@ class AnomalyCost:
         if self.stacks:
             select = Select(on="host", kind=("python",), name=_FORMATTING)
             result.append(
-                Edit(op="scale", select=select, factor=0.0, factor_low=0.0, factor_high=0.5)
+                Edit(op="scale", select=select, factor=0.0, best_factor=0.0, worst_factor=0.5)
             )
         return result
 

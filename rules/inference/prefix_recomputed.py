@@ -134,8 +134,8 @@ class PrefixRecomputed(Rule):
             op="scale",
             select=Select(on="host", kind=("op",), name=_HOST_WORK),
             factor=remaining,
-            factor_low=best,
-            factor_high=worst,
+            best_factor=best,
+            worst_factor=worst,
         )
 
     @staticmethod

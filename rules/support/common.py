@@ -391,7 +391,7 @@ def backward_operators(a: Analysis, rows: Rows) -> Rows:
 
 def scale_edit(select: Select, factor: float, best: float, worst: float) -> Edit:
     """Scale the selected work to a share of its time: expected, at best and at worst."""
-    return Edit(op="scale", select=select, factor=factor, factor_low=best, factor_high=worst)
+    return Edit(op="scale", select=select, factor=factor, best_factor=best, worst_factor=worst)
 
 
 def remove_collectives(a: Analysis, needless: pl.DataFrame, whole_ns: int, under: str = "") -> Edit:

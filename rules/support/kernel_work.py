@@ -159,7 +159,7 @@ def scale_kernels(
     window. Where only some of them change, the others keep their time."""
     total = summed_duration(a, rows)
     expected, best, worst = (min(1.0, max(0.0, 1 - ns / total)) if total else 1.0 for ns in saved)
-    return Edit(op=op, select=select, factor=expected, factor_low=best, factor_high=worst)
+    return Edit(op=op, select=select, factor=expected, best_factor=best, worst_factor=worst)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

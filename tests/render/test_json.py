@@ -95,6 +95,8 @@ def test_a_report_of_version_2_is_read(report: Callable[..., Report]) -> None:
     now = standard.loads(REPORTS.render("json", report()))
     now["findings"][0] |= {"offloaded_ns": 5.0, "after_fix": "a-rule"}
     now["findings"][0]["impact"] |= {"bound_ns": 7, "is_run_gain": True, "is_job_gain": True}
+    factors = {"factor": 0.5, "best_factor": 0.25, "worst_factor": 0.75}
+    now["findings"][0]["edits"] = [{"op": "scale", "select": {"on": "gpu"}, **factors}]
     now["scope"] |= {"launched_before_ns": 11, "queue_delay_ns": 13}
     before = standard.loads(standard.dumps(now)) | {"schema": "advisor.report/2"}
     before["serving"] = before.pop("inference", None)
@@ -102,6 +104,8 @@ def test_a_report_of_version_2_is_read(report: Callable[..., Report]) -> None:
     first["moved_ns"], first["pays_after"] = first.pop("offloaded_ns"), first.pop("after_fix")
     for new, old in (("bound_ns", "most_ns"), ("is_run_gain", "of_run"), ("is_job_gain", "of_job")):
         impact[old] = impact.pop(new)
+    (edit,) = first["edits"]
+    edit["factor_low"], edit["factor_high"] = edit.pop("best_factor"), edit.pop("worst_factor")
     before["scope"]["earlier_ns"] = before["scope"].pop("launched_before_ns")
     before["scope"]["behind_ns"] = before["scope"].pop("queue_delay_ns")
     before["notes"].append({**first, "impact": {"currency": "unpriced", "reason": "as before"}})
@@ -110,6 +114,7 @@ def test_a_report_of_version_2_is_read(report: Callable[..., Report]) -> None:
     )
     old, new = (Report.from_json(standard.dumps(each)) for each in (before, now))
     assert old == new and old.findings[0].impact is not None
+    assert [(e.best_factor, e.worst_factor) for e in old.findings[0].edits] == [(0.25, 0.75)]
     assert (old.findings[0].impact.bound_ns, old.scope.queue_delay_ns) == (7, 13)
 
 

@@ -243,7 +243,7 @@ def max_saving(a: Analysis, edits: Sequence[Edit]) -> float:
 
     gpu, cpu = a.trace.gpu, a.trace.cpu
     for edit in set(edits):
-        best = edit.factor_low if edit.factor_low is not None else edit.factor
+        best = edit.best_factor if edit.best_factor is not None else edit.factor
         remaining_share = best if edit.op in ("scale", "merge") and best is not None else 0.0
         if edit.select.on == "gap":
             host += float(a.gaps.filter(pl.Series(selected_gaps(a, edit.select)))["dur"].sum())

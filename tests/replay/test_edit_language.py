@@ -31,7 +31,7 @@ PATTERN = st.sampled_from(
 NOT_EMPTY = PATTERN.filter(bool)
 FACTOR = st.floats(0, 1000).map(lambda f: round(f, 6))
 BAND = st.fixed_dictionaries(
-    {}, optional={"factor_low": FACTOR, "factor_high": FACTOR}
+    {}, optional={"best_factor": FACTOR, "worst_factor": FACTOR}
 )  # each may be missing
 
 
@@ -87,7 +87,7 @@ EDITS = st.one_of(
     st.builds(lambda s, f, b: Edit(op="merge", select=s, factor=f, **b), GPU, FACTOR, BAND),
     st.builds(lambda s, r: Edit(op="remove", select=s, rank=r), st.one_of(GPU, HOST, GAP), RANK),
     st.builds(
-        lambda s, a, kept: Edit(op="overlap", select=s, ahead=a, factor_high=kept),
+        lambda s, a, kept: Edit(op="overlap", select=s, ahead=a, worst_factor=kept),
         GPU,
         st.booleans(),
         st.none() | st.floats(0, 1),

@@ -243,13 +243,13 @@ def test_a_message_slower_than_similar_ones_may_be_a_wait(shared_trace: Trace) -
     share = waits / sum(r["exposed"] for r in rows)
     (finding,) = findings_of(a, "exposed-communication")
     (edit,) = finding.edits
-    assert edit.factor_high == pytest.approx(share, rel=1e-3) and 0.8 < share < 0.9
+    assert edit.worst_factor == pytest.approx(share, rel=1e-3) and 0.8 < share < 0.9
     assert evidence_value(finding, "exposed beyond the fastest") == pytest.approx(share, rel=1e-3)
     replay = WindowReplayer(a)
-    sure = replay.period((), "low") - replay.period([replace(edit, factor_high=None)], "low")
+    sure = replay.period((), "low") - replay.period([replace(edit, worst_factor=None)], "low")
     saved = replay.period((), "low") - replay.period([edit], "low")
     assert saved == pytest.approx((1 - share) * sure)
-    assert replay.gain([edit]) == replay.gain([replace(edit, factor_high=None)])
+    assert replay.gain([edit]) == replay.gain([replace(edit, worst_factor=None)])
 
 
 def test_ranks_of_one_job_share_one_advice(shared_trace: Trace) -> None:

@@ -50,8 +50,8 @@ def test_tf32_takes_the_ratio_of_the_peaks_derated() -> None:
     square = [[4096, 4096], [4096, 4096]]
     (edit,) = edits("fp32-matmul", steps(("aten::mm", square, "float", "ampere_sgemm_nn", 8000)))
     assert edit.factor == pytest.approx(1 / 8 / 0.6)
-    assert edit.factor_low == pytest.approx(1 / 8 / 0.86)
-    assert edit.factor_high == pytest.approx(1 / 8 / 0.25)
+    assert edit.best_factor == pytest.approx(1 / 8 / 0.86)
+    assert edit.worst_factor == pytest.approx(1 / 8 / 0.25)
 
 
 def test_tf32_cannot_be_faster_than_memory() -> None:
@@ -92,7 +92,7 @@ def test_padded_products_take_the_time_of_aligned_ones() -> None:
     assert edit.select.family == ("gemm",)
     assert edit.factor == pytest.approx((200 + 200 * 4160 / 4096) / 1200, rel=2e-3)
     ideal = 2 * 4096 * 1024 * 4160 / attainable_roofs(b.analysis().hardware).matmul["bf16"].rate
-    assert edit.factor_low == pytest.approx((200 + ideal * 1e6 + KERNEL_NS / 1e3) / 1200, rel=2e-3)
+    assert edit.best_factor == pytest.approx((200 + ideal * 1e6 + KERNEL_NS / 1e3) / 1200, rel=2e-3)
 
 
 def test_misaligned_product_gains_up_to_its_attainable_rate() -> None:
@@ -123,7 +123,7 @@ def test_misaligned_products_without_rate_gain_the_usual_share() -> None:
     (finding,) = findings("misaligned-gemm", b)
     (edit,) = finding.edits
     assert edit.factor == pytest.approx(1 - 0.5 * (1 - 0.6))
-    assert edit.factor_high == pytest.approx(1 - 0.5 * (1 - 0.85))
+    assert edit.worst_factor == pytest.approx(1 - 0.5 * (1 - 0.85))
     assert "60%" in finding.assumptions[0]
 
 
@@ -160,7 +160,7 @@ def test_empty_multiprocessors_count_by_half() -> None:
     b = steps(("aten::mm", [[256, 1024], [1024, 512]], HALF, GEMM, 1000), blocks=27)
     (edit,) = edits("small-grids", b)
     assert edit.factor == pytest.approx(1 - 0.5 * 0.75, rel=1e-4)
-    assert edit.factor_low == pytest.approx(0.25, rel=1e-4)
+    assert edit.best_factor == pytest.approx(0.25, rel=1e-4)
 
 
 def test_last_wave_wastes_its_missing_blocks() -> None:
@@ -168,9 +168,9 @@ def test_last_wave_wastes_its_missing_blocks() -> None:
     270 blocks are 1.25 waves, which take the time of 2: 37.5% is empty."""
     b = steps(("aten::mm", [[4096, 4096]] * 2, HALF, GEMM, 1000), blocks=270, registers=128)
     (edit,) = edits("wave-quantisation", b)
-    assert edit.factor_low == pytest.approx(1 - 0.375, rel=1e-3)
+    assert edit.best_factor == pytest.approx(1 - 0.375, rel=1e-3)
     assert edit.factor == pytest.approx(1 - 0.7 * 0.375, rel=1e-3)
-    assert edit.factor_high == 1.0
+    assert edit.worst_factor == 1.0
 
 
 def test_merged_chain_moves_only_inputs_and_outputs() -> None:
@@ -181,8 +181,8 @@ def test_merged_chain_moves_only_inputs_and_outputs() -> None:
     (edit,) = edits("unfused-elementwise", b)
     assert edit.op == "merge"
     assert edit.factor == pytest.approx(0.5)
-    assert edit.factor_high == pytest.approx(1 - 0.7 * 0.5)
-    assert edit.factor_low == pytest.approx(0.5)
+    assert edit.worst_factor == pytest.approx(1 - 0.7 * 0.5)
+    assert edit.best_factor == pytest.approx(0.5)
 
 
 def test_a_chain_goes_on_over_a_mean_of_its_rows() -> None:
@@ -219,7 +219,7 @@ def test_convolution_without_a_cause_has_a_wide_gain_range() -> None:
     (edit,) = finding.edits
     least, most = 1 - 0.2 / 0.25, 1 - 0.2 / 0.7
     assert edit.factor == pytest.approx(1 - (least * most) ** 0.5, rel=0.02)
-    assert edit.factor_high == pytest.approx(1 - least, rel=0.02)
+    assert edit.worst_factor == pytest.approx(1 - least, rel=0.02)
     assert "geometric mean" in finding.assumptions[0]
 
 
@@ -228,7 +228,7 @@ def test_merged_chain_is_no_faster_than_its_longest_kernel() -> None:
     times = (100.0, 100.0, 1000.0)
     b = steps(*[("aten::add", shape, HALF, POINTWISE, us) for us in times])
     (edit,) = edits("unfused-elementwise", b)
-    assert edit.factor_low == pytest.approx(1000 / 1200)  # by bytes it would be 5 of 9
+    assert edit.best_factor == pytest.approx(1000 / 1200)  # by bytes it would be 5 of 9
 
 
 def test_kernels_of_other_sizes_are_not_link_of_a_chain() -> None:
@@ -288,8 +288,8 @@ def test_fused_attention_computes_whole_tiles(tokens: int, tile: int) -> None:
     (edit,) = edits("unfused-attention", b)
     fused = _fused_us(4096, tile, tile, 64 + 64)
     assert edit.factor == pytest.approx(fused / 1600, rel=1e-3)
-    assert edit.factor_low is not None and edit.factor_high is not None
-    assert edit.factor_low < edit.factor < edit.factor_high <= 1.0
+    assert edit.best_factor is not None and edit.worst_factor is not None
+    assert edit.best_factor < edit.factor < edit.worst_factor <= 1.0
 
 
 def test_in_fp32_the_fused_kernel_may_gain_nothing() -> None:
@@ -302,7 +302,7 @@ def test_in_fp32_the_fused_kernel_may_gain_nothing() -> None:
     )
     (edit,) = edits("unfused-attention", b)
     assert edit.factor == pytest.approx(_fused_us(128, 1024, 1024, 128) / 2900, rel=1e-3)
-    assert edit.factor_high == pytest.approx(
+    assert edit.worst_factor == pytest.approx(
         2 * 128 * 1024**2 * 128 / 15.126e12 / 2900e-6, rel=0.01
     )
 
@@ -342,7 +342,7 @@ def test_bf16_pays_for_the_casts_of_its_operands() -> None:
     assert memory is not None
     casts = 3 * 4 * 4096**2 / memory.rate / 8e-3
     assert edit.factor == pytest.approx(1 / 16 / 0.6 + casts, rel=1e-3)
-    assert edit.factor_low == pytest.approx(1 / 16 / 0.86 + 0.5 * casts, rel=1e-3)
+    assert edit.best_factor == pytest.approx(1 / 16 / 0.86 + 0.5 * casts, rel=1e-3)
 
 
 def test_a_fused_operator_takes_its_backward_pass_with_it() -> None:
@@ -385,7 +385,7 @@ def test_fp64_products_scale_by_peaks_and_other_work_by_half() -> None:
     )
     products, others = edits("double-precision", b)
     assert products.factor == pytest.approx(7.8 / 15.7)
-    assert products.factor_high == pytest.approx(1.5 * 7.8 / 15.7)
+    assert products.worst_factor == pytest.approx(1.5 * 7.8 / 15.7)
     assert others.factor == 0.5 and "float" not in others.select.name
 
 
@@ -439,4 +439,4 @@ def test_casts_around_fp32_products_exclude_norm_casts() -> None:
     assert values["time of these casts"] == pytest.approx(160_000)
     # 80% of two of the four casts with this kernel's name, 50 to 100%
     edit = finding.edits[-1]
-    assert (edit.factor, edit.factor_low, edit.factor_high) == pytest.approx((0.6, 0.5, 0.75))
+    assert (edit.factor, edit.best_factor, edit.worst_factor) == pytest.approx((0.6, 0.5, 0.75))

@@ -277,8 +277,8 @@ def test_exact_loading_fix_precedes_more_workers() -> None:
     # 80% of it goes but a tenth; at best half of the rest too; at worst 0.4 of it stay
     (edit,) = finding.edits
     assert edit.factor == pytest.approx(1 - 0.8 * 0.9)
-    assert edit.factor_low == pytest.approx(1 - 0.9)
-    assert edit.factor_high == pytest.approx(1 - 0.8 * 0.6)
+    assert edit.best_factor == pytest.approx(1 - 0.9)
+    assert edit.worst_factor == pytest.approx(1 - 0.8 * 0.6)
 
 
 def test_workers_come_first_where_the_loading_only_waits() -> None:

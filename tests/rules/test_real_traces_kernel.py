@@ -153,8 +153,8 @@ def test_v100_estimate_matches_a_tensor_core_run(shared_trace: Find) -> None:
     now = time_of(kernels(v100), r"gemm")
     then = time_of(kernels(a100), r"gemm")
     (edit,) = finding(v100, "fp32-matmul").edits
-    assert edit.factor_low is not None and edit.factor_high is not None
-    assert edit.factor_low < then / now * 1555 / 900 < edit.factor_high
+    assert edit.best_factor is not None and edit.worst_factor is not None
+    assert edit.best_factor < then / now * 1555 / 900 < edit.worst_factor
 
 
 # -- alignment ------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_every_finding_of_ours_is_complete_and_inside_its_bounds(public_trace: s
         assert finding.summary and finding.fix and finding.verify and finding.where
         assert all(isinstance(e, Evidence) for e in finding.evidence)
         for edit in finding.edits:
-            low, middle, high = edit.factor_low, edit.factor, edit.factor_high
+            low, middle, high = edit.best_factor, edit.factor, edit.worst_factor
             if low is not None and middle is not None and high is not None:
                 assert 0 <= low <= middle <= high <= 1
 

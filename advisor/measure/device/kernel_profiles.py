@@ -170,7 +170,9 @@ def shorten_kernel(a: Analysis, k: ProfiledKernel, share: float) -> Edit | None:
         if not 0 < len(correlations) <= MAX_SELECTED:
             return None
         select = Select(on="gpu", kind=("kernel",), correlation=tuple(correlations))
-    return Edit(op="scale", select=select, factor=1 - share, factor_low=1 - share, factor_high=1.0)
+    return Edit(
+        op="scale", select=select, factor=1 - share, best_factor=1 - share, worst_factor=1.0
+    )
 
 
 def _build_profiled_kernel(

@@ -133,10 +133,14 @@ def _name_blocking_calls(a: Analysis) -> str:
         ~pl.col("row").is_in(a.new_shape_calls["host"].implode()),
     ).join(inside, left_on="row", right_on="parent", how="left")
     self_time = pl.col("dur") - pl.col("inside").fill_null(0)
-    long_calls = ops.with_columns(own=self_time).filter(
-        pl.col("own") >= MIN_QUEUED_SHARE * a.step_ns
+    long_calls = ops.with_columns(self_ns=self_time).filter(
+        pl.col("self_ns") >= MIN_QUEUED_SHARE * a.step_ns
     )
-    table = long_calls.group_by(pl.col("name").cast(pl.String)).agg(pl.col("own").sum()).sort("own")
+    table = (
+        long_calls.group_by(pl.col("name").cast(pl.String))
+        .agg(pl.col("self_ns").sum())
+        .sort("self_ns")
+    )
     named = [
         f"{labels.shorten(labels.clean(name), 40)} ({t.format_duration(ns / a.step_count)} per "
         f"{a.per})"

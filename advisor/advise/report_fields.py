@@ -515,7 +515,7 @@ def step_time(a: Analysis) -> StepTime | None:
     if a.steps.source == "whole trace" or not a.step_ns:
         return None
     result.window_ns = a.step_ns
-    result.busy_share = None if result.varies else a.own_busy_share
+    result.busy_share = None if result.varies else a.unprofiled_busy_share
     result.window_slowdown = a.step_ns / run_ns - 1
     in_window = run_steps.kept_by_window(a.trace.meta.window)
     result.in_warm_up = bool(in_window.any()) and not run_steps.after_warmup[in_window].any()

@@ -520,14 +520,14 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
         spread_note = f"{step.statistic} of the run, outside the profiler"
         if step.window_differs:
             of_step = f"of the profiled {unit}"
-    own_busy_share = (
+    unprofiled_busy_share = (
         None if step is None or not step.window_is_unrepresentative else step.busy_share
     )
-    if own_busy_share is not None:
+    if unprofiled_busy_share is not None:
         of_step = f"of the run's {unit}; {t.format_share(report.busy_share)} while profiled"
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread_note)]
     busy = "" if report.busy_share is None else of_step
-    tiles.append(("GPU busy", t.format_share(own_busy_share or report.busy_share), busy))
+    tiles.append(("GPU busy", t.format_share(unprofiled_busy_share or report.busy_share), busy))
     peak_name = f"{report.mfu_format} peak" if report.mfu_format else "peak of the formats used"
     mfu, of_window = _scale_mfu(report)
     note = f"of the {peak_name}{', while profiled' * of_window}" if mfu else ""

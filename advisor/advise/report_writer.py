@@ -153,7 +153,9 @@ def _with_next_steps(
         report = replace(report, without_fix=find_time_without_fix(report, a, rules, findings))
     if is_start_up:
         report = replace(report, inference=None)  # its passes are not typical
-    is_waiting = (a.own_busy_share or 0.0) < MOSTLY_BUSY  # faster kernels would only wait longer
+    is_waiting = (
+        a.unprofiled_busy_share or 0.0
+    ) < MOSTLY_BUSY  # faster kernels would only wait longer
     if command is not None and not is_too_small(a) and not is_start_up and not is_waiting:
         report = replace(report, profile_kernels=list(command))
     return report

@@ -199,7 +199,7 @@ def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
         return f"{why} No busy share, idle time or gain is given."
     if report.busy_share is None:
         return None
-    busy = _name_busy(report, a.own_busy_share)
+    busy = _name_busy(report, a.unprofiled_busy_share)
     if a.lost_records.truncated:
         return (
             f"The file is cut off. In what is left, the GPU is busy at least {busy}. Idle "
@@ -231,7 +231,7 @@ def _write_main_verdict(
         return _write_layers_verdict(report)
     if report.busy_share is None:
         return write_host_verdict(report, a, of_step, rules)
-    busy_share, run_share = report.busy_share, a.own_busy_share
+    busy_share, run_share = report.busy_share, a.unprofiled_busy_share
     busy_of = f"busy {_name_busy(report, run_share)}"
     if (
         run_share is not None

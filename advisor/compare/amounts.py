@@ -67,13 +67,13 @@ def layer_amounts(before: Report, after: Report) -> list[Amount]:
     if sides[0] is None or sides[1] is None or sides[0].on_device != sides[1].on_device:
         return []
     times, kept = ([Counter[str](), Counter[str]()] for _ in range(2))
-    for layers, own_ns, kept_bytes in zip((sides[0], sides[1]), times, kept, strict=True):
+    for layers, self_ns, kept_bytes in zip((sides[0], sides[1]), times, kept, strict=True):
         for layer in layers.layers:
             suffix = "" if layer.parent is None else f" in {layers.layers[layer.parent].kind}"
-            own_ns[layer.kind + suffix] += layer.own_ns  # type: ignore[assignment]
+            self_ns[layer.kind + suffix] += layer.self_ns  # type: ignore[assignment]
             if layer.kept_bytes:
                 kept_bytes[layer.kind + suffix] += layer.kept_bytes  # type: ignore[assignment]
-        own_ns["outside modules"] += layers.outside_ns  # type: ignore[assignment]
+        self_ns["outside modules"] += layers.outside_ns  # type: ignore[assignment]
     result = _sort_by_change(times, "ns", "layers")
     return result + (_sort_by_change(kept, "bytes", "memory by layer") if all(kept) else [])
 

@@ -20,7 +20,7 @@ class Layer(Struct, frozen=True, kw_only=True):
     """Calls of all modules per step, or ``null`` if not recorded."""
     ns: float
     """Inclusive time of all modules per step, ns."""
-    own_ns: float
+    self_ns: float
     """Self time per step, ns, outside the modules inside."""
     share: float
     """Share of ``ns`` in all work."""
@@ -59,10 +59,10 @@ class LayerKind(Struct, frozen=True, kw_only=True):
     """Calls per step, or ``null`` if not recorded."""
     ns: float
     """Inclusive time per step, ns. A module inside another of its kind counts once."""
-    own_ns: float
+    self_ns: float
     """Self time per step, ns, outside the modules inside. It adds up over kinds."""
     share: float
-    """Share of ``own_ns`` in all work."""
+    """Share of ``self_ns`` in all work."""
     kept_bytes: float | None = None
     """Bytes kept, as in ``Layer``. A module inside another of its kind counts once."""
     peak_bytes: int | None = None

@@ -50,6 +50,7 @@ _NAMES_SINCE_VERSION_2 = {
     **{f"{kind}.impact": _IMPACT_NAMES_2 for kind in _KINDS},
     **{f"{kind}.edits": _EDIT_NAMES_2 for kind in _KINDS},
     **dict.fromkeys(_KINDS, _FINDING_NAMES_2),
+    **{f"layers.{part}": {"own_ns": "self_ns"} for part in ("layers", "kinds")},
     "": {"serving": "inference"},
 }
 

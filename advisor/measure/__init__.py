@@ -339,7 +339,7 @@ class Analysis:
         return intersect(intervals_of(self.trace.gpu, rows), self.spans)
 
     @_Measurement
-    def own_busy_share(self) -> float | None:
+    def unprofiled_busy_share(self) -> float | None:
         """Share of the run's own step in which the device works, or ``None`` without a device.
 
         The step is the run's median step if the record has it, since the profiler adds host time
@@ -357,7 +357,7 @@ class Analysis:
     def is_device_bound(self) -> bool:
         """Whether the device hardly ever idles in the run's own step, so that nothing on the host
         delays it."""
-        return (self.own_busy_share or 0.0) >= MIN_DEVICE_BOUND_SHARE
+        return (self.unprofiled_busy_share or 0.0) >= MIN_DEVICE_BOUND_SHARE
 
     # -- time -------------------------------------------------------------------------------
 

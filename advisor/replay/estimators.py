@@ -121,7 +121,7 @@ class ReplayEstimator(GainEstimator):
             critical_after=replayer.critical_path_parts(edits),
             busy_after_ns=replayer.busy_after(edits),
             step_after_ns=replayer.a.step_ns * left,
-            unprofiled=replayer.knows_own_steps,
+            unprofiled=replayer.knows_unprofiled_steps,
         )
 
 

@@ -164,7 +164,7 @@ class WindowReplayer:
         self.profiled = profiled
         self.rank = rank
         self._shares: dict[float, Array] = {}
-        self._own_steps: dict[tuple[Edit, ...], tuple[Array, Array, EditedGraph]] = {}
+        self._unprofiled_steps: dict[tuple[Edit, ...], tuple[Array, Array, EditedGraph]] = {}
         self._exposed = ExposedTime(a)
 
     @cached_property
@@ -223,7 +223,7 @@ class WindowReplayer:
         return [e for e in edits if e.rank in (None, self.rank) or e.op == "remove_skew"]
 
     @cached_property
-    def knows_own_steps(self) -> bool:
+    def knows_unprofiled_steps(self) -> bool:
         """Whether the run's own steps, most of which are not profiled, are known. Gains of a
         recorded run are for steps without the profiler: its host time would lengthen the steps
         after a fix, and a fix cannot save the time that the profiler adds to launches."""
@@ -235,7 +235,7 @@ class WindowReplayer:
     @property
     def reference_ns(self) -> float:
         """Step from which gains are saved: the run's own step, replayed, else the measured step."""
-        return self.period() if self.knows_own_steps else self.a.step_ns
+        return self.period() if self.knows_unprofiled_steps else self.a.step_ns
 
     def _choose_assumption(self, edits: Sequence[Edit]) -> str:
         """Return the assumption of the central estimate. The profiler lengthens launches most: if
@@ -269,7 +269,7 @@ class WindowReplayer:
             "unprofiled_min": self._min_cost_ratio,
             "unprofiled": self._usual_cost_ratio,
             "unprofiled_max": self._max_cost_ratio,
-        }.get(assumption, self._own_step_ratio)
+        }.get(assumption, self._unprofiled_step_ratio)
         assumption = "" if assumption in PROFILER_ASSUMPTIONS else assumption
         if assumption == "low" and (
             uncertain := [e for e in edits if e.op == "overlap" and e.worst_factor is not None]
@@ -300,7 +300,7 @@ class WindowReplayer:
             return 0.0
         profiler_assumption = assumption if assumption in PROFILER_ASSUMPTIONS else ""
         saved = self.period((), profiler_assumption) - self.period(edits, assumption)
-        if self.knows_own_steps and profiler_assumption:
+        if self.knows_unprofiled_steps and profiler_assumption:
             saved *= self.period() / max(self.period((), profiler_assumption), 1.0)
         return min(saved, self._exposed.max_saved(edits, optimistic=assumption == "high"))
 
@@ -324,10 +324,12 @@ class WindowReplayer:
         assumptions, the profiler's host cost, the replay's own error and past errors of such
         predictions. It ends at the time that the edits select."""
         all_edits = [*applied, *edits]
-        assumptions = ("unprofiled_max", "profiled") if self.knows_own_steps else ("unprofiled",)
+        assumptions = (
+            ("unprofiled_max", "profiled") if self.knows_unprofiled_steps else ("unprofiled",)
+        )
         if self._choose_assumption(all_edits):
             assumptions = ("profiled", "unprofiled")
-        elif self.knows_own_steps and self._min_cost_ratio:
+        elif self.knows_unprofiled_steps and self._min_cost_ratio:
             assumptions = ("unprofiled_min", *assumptions)
         gains = [
             self.gain(edits, applied),
@@ -384,7 +386,7 @@ class WindowReplayer:
     @property
     def _device_bound(self) -> bool:
         """Whether the device is busy for nearly all of the run's own step."""
-        return self.knows_own_steps and self.a.is_device_bound
+        return self.knows_unprofiled_steps and self.a.is_device_bound
 
     @cached_property
     def _usual_cost_ratio(self) -> float:
@@ -393,10 +395,10 @@ class WindowReplayer:
         return max(1.0, self._max_cost_ratio) if self._device_bound else 1.0
 
     @property
-    def _own_step_ratio(self) -> float:
+    def _unprofiled_step_ratio(self) -> float:
         """Cost of an event over the assumed cost that the run's own steps avoid, or 0.0 if they are
         unknown, and the profiled steps are replayed as they are."""
-        return self._usual_cost_ratio if self.knows_own_steps else 0.0
+        return self._usual_cost_ratio if self.knows_unprofiled_steps else 0.0
 
     def _real_share(self, times: float) -> Array | None:
         """Return the remaining share of each edge's host time without a profiler of ``times`` its
@@ -459,7 +461,7 @@ class WindowReplayer:
     def critical_path_parts(self, edits: Sequence[Edit] = ()) -> dict[str, float]:
         """Return the parts of the critical path with edits applied, ns per step, largest first. It
         is the path of the run's own step, without the profiler's host time, if known."""
-        time, dur, edited = self._replay_own_step(edits)
+        time, dur, edited = self._replay_unprofiled_step(edits)
         kinds = self.a.kernels["communication"], self.a.trace.gpu["kind"] == "memcpy"
         parts = path_composition(edited.graph, time, edited.weight, dur, *kinds)
         steps = self.step_count
@@ -475,7 +477,7 @@ class WindowReplayer:
         return max(0.0, measured - saved_ns / self.step_count)
 
     def _replayed_busy(self, edits: Sequence[Edit]) -> float:
-        time, dur, edited = self._replay_own_step(edits)
+        time, dur, edited = self._replay_unprofiled_step(edits)
         graph = edited.graph
         lanes = [n for n, (device, _) in enumerate(graph.lanes) if device == self.a.device_id]
         # work that the edits move to a separate stream has a new lane there
@@ -483,12 +485,12 @@ class WindowReplayer:
         nodes = nodes[self.a.in_window[graph.row[nodes]]]  # the graph also has earlier work
         return float(union(time[nodes] - dur[nodes], time[nodes]).total)
 
-    def _replay_own_step(self, edits: Sequence[Edit]) -> tuple[Array, Array, EditedGraph]:
+    def _replay_unprofiled_step(self, edits: Sequence[Edit]) -> tuple[Array, Array, EditedGraph]:
         """Replay the run's own step once for each list of edits."""
         key = tuple(edits)
-        if key not in self._own_steps:
-            self._own_steps[key] = self._replay(edits, times=self._own_step_ratio)
-        return self._own_steps[key]
+        if key not in self._unprofiled_steps:
+            self._unprofiled_steps[key] = self._replay(edits, times=self._unprofiled_step_ratio)
+        return self._unprofiled_steps[key]
 
     @cached_property
     def quality(self) -> ReplayQuality:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
 from advisor.core.rule import Citation, Evidence, Rule
 from advisor.measure.ranks.outliers import describe_subject
-from advisor.measure.ranks.own_time import MIN_KERNELS, compare_devices
+from advisor.measure.ranks.rank_work import MIN_KERNELS, compare_devices
 from advisor.rules.support.across_ranks import finding_of
 from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.framework_advice import in_any_language
@@ -42,7 +42,7 @@ class SlowDevice(Rule):
         "simulated jobs (docs/ranks-accuracy.md). Silent on two_ranks. Never seen to fire on a "
         "real slow device"
     )
-    sources = (Citation("five kernels, 20 times each", "advisor/measure/ranks/own_time.py"),)
+    sources = (Citation("five kernels, 20 times each", "advisor/measure/ranks/rank_work.py"),)
     across_ranks = True
     references = (
         "https://arxiv.org/abs/2410.12588",

@@ -198,7 +198,7 @@ class StragglerRank(Rule):
     def _report_pause(self, comparison: RankComparison) -> Outcomes:
         """Report a step of one rank that took far longer than its other steps, and than steps of
         all ranks. It is not a straggler: it has another cause."""
-        times = comparison.job.profile.own_ns_by_step
+        times = comparison.job.profile.work_ns_by_step
         if (
             times.shape[1] < MIN_PAUSE_STEPS
             or not np.isfinite(times).any()

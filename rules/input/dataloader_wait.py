@@ -21,12 +21,12 @@ from advisor.rules.support.citations import (
 )
 from advisor.rules.support.common import (
     amount_per_step,
+    cores_per_process,
     costliest_places,
     estimate_contended_loading,
     find_loader,
     has_trainer,
     of_step,
-    own_cores,
     run_steps_of,
     scale_edit,
     workers_needed,
@@ -242,7 +242,7 @@ class DataLoaderWait(LoaderWaitRule):
         workers = None if loader is None else workers_of(loader)
         if cpus is None or workers is None:
             return {"edits": [edit]}
-        cores = int(own_cores(a, cpus))
+        cores = int(cores_per_process(a, cpus))
         if workers < cores - 1:
             return {"edits": [edit]}
         threads = run_steps_of(a).flag("num_threads")

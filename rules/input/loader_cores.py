@@ -24,10 +24,10 @@ from advisor.rules.support.citations import (
 )
 from advisor.rules.support.common import (
     SharedCoresRule,
+    cores_per_process,
     estimate_contended_loading,
     find_loader,
     impact_per_step,
-    own_cores,
     run_steps_of,
     steps_seen,
     workers_needed,
@@ -136,7 +136,7 @@ class LoaderWorkers(LoadingRule):
                 why="the cores, the workers or the wait for data are not recorded",
             )
             return
-        cores = own_cores(a, cpus)
+        cores = cores_per_process(a, cpus)
         share = run_steps.share("data") or 0.0
         moved_share = sample_loading(a).movable_share
         share *= moved_share
@@ -369,7 +369,7 @@ class CpuBoundTransforms(SharedCoresRule):
                 record="a longer run, with psutil installed",
             )
             return
-        cores = own_cores(a, cpus)
+        cores = cores_per_process(a, cpus)
         busy = float(cpu_percent.mean()) / 100 / cores
         disk = run_steps.counter_increase("disk_read")
         disk_rate = None if disk is None else max(0.0, disk[0] * 1e9 / disk[1])
@@ -488,7 +488,7 @@ def _measure_taken_cores(a: Analysis) -> TakenCores | None:
         return None
     if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
         return None
-    cores = own_cores(a, cpus)
+    cores = cores_per_process(a, cpus)
     worker_cores = float(workers.mean()) / 100
     other_cores = run_steps.other_programs_cores or 0.0
     training, wanted = max(0.0, used_cores - worker_cores), min(float(threads), cores)

@@ -172,8 +172,8 @@ def _is_capped(a: Analysis) -> bool:
 
 def _measure_activity(a: Analysis) -> tuple[str, float, str] | None:
     """Return (label, share, kind) of the best measure of how busy the GPU is."""
-    if a.own_busy_share is not None:
-        return "GPU busy, share of the step", a.own_busy_share, "busy"
+    if a.unprofiled_busy_share is not None:
+        return "GPU busy, share of the step", a.unprofiled_busy_share, "busy"
     run_steps = run_steps_of(a)
     active = [gpu.gpm["sm_util"] for gpu in run_steps.gpus if gpu.gpm and "sm_util" in gpu.gpm]
     if len(active) >= 5:

@@ -484,7 +484,7 @@ def local_ranks(a: Analysis) -> int:
     return int(text) if text.isdecimal() and 0 < int(text) < 1024 else 1
 
 
-def own_cores(a: Analysis, cpus: int) -> float:
+def cores_per_process(a: Analysis, cpus: int) -> float:
     """Return the cores of each training process that shares them, at least 1."""
     return max(1.0, cpus / local_ranks(a))
 

@@ -94,7 +94,7 @@ def of_kernel_time(a: Analysis, ns: float, share: float) -> str:
 
 def busy_share(a: Analysis) -> float:
     """Return the share of the step in which the device of this rank is busy."""
-    return a.own_busy_share or 0.0
+    return a.unprofiled_busy_share or 0.0
 
 
 def is_device_busy(a: Analysis, min_busy: float) -> bool:

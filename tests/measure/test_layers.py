@@ -90,8 +90,8 @@ def test_layers_and_other_work_add_up_to_device_work(analyses: list[Analysis]) -
         assert report.outside_ns >= 0
         kernels = sum(layer.kernels for layer in outermost) + report.outside_kernels
         assert kernels * a.step_count == pytest.approx(gpu.height)
-        own_ns = sum(kind.own_ns for kind in report.kinds)
-        assert len(report.kinds) == 100 or own_ns == pytest.approx(
+        self_ns = sum(kind.self_ns for kind in report.kinds)
+        assert len(report.kinds) == 100 or self_ns == pytest.approx(
             report.total_ns - report.outside_ns
         )
 
@@ -102,8 +102,8 @@ def test_module_time_is_own_work_plus_submodules(analyses: list[Analysis]) -> No
         nodes = a.layers.nodes
         inside = nodes.group_by("parent").agg(pl.col("ns").sum().alias("inside"))
         joined = nodes.join(inside, left_on="node", right_on="parent", how="left")
-        assert (joined["own"] + joined["inside"].fill_null(0) == joined["ns"]).all()
-        assert (nodes["own"] >= 0).all() and (nodes["backward"] <= nodes["ns"]).all()
+        assert (joined["self"] + joined["inside"].fill_null(0) == joined["ns"]).all()
+        assert (nodes["self"] >= 0).all() and (nodes["backward"] <= nodes["ns"]).all()
         assert a.layers.steps.sum(axis=1)[0] == pytest.approx(nodes["ns"][0], rel=1e-3)
         report = report_layers(a)
         assert report is not None
@@ -113,7 +113,7 @@ def test_module_time_is_own_work_plus_submodules(analyses: list[Analysis]) -> No
                 below[layer.parent] += layer.ns
         if not report.more:
             for place, layer in enumerate(report.layers):
-                assert layer.own_ns + below[place] == pytest.approx(layer.ns, abs=1)
+                assert layer.self_ns + below[place] == pytest.approx(layer.ns, abs=1)
 
 
 def test_calls_are_whole_numbers_per_step(analyses: list[Analysis]) -> None:

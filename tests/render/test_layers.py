@@ -23,14 +23,14 @@ ANSI = re.compile(r"\x1b\[[0-9;]*m")
 def layer(name: str, parent: int | None, **changes: Any) -> Layer:
     values: dict[str, Any] = {
         "name": name, "kind": name, "parent": parent, "modules": 4, "calls": 4.0, "ns": 3e6,
-        "own_ns": 1e6, "share": 0.75, "backward_ns": None, "kernels": 8.0, "flops": 6e12,
+        "self_ns": 1e6, "share": 0.75, "backward_ns": None, "kernels": 8.0, "flops": 6e12,
         "bytes": 3e9, "flops_per_s": 2e15, "bytes_per_s": 1e12,
     }  # fmt: skip
     return Layer(**(values | changes))
 
 
 def make_layers(rows: list[Layer], name: str = "Block_2") -> Layers:
-    kind = LayerKind(kind=name, modules=4, calls=None, ns=3e6, own_ns=1e6, share=0.25)
+    kind = LayerKind(kind=name, modules=4, calls=None, ns=3e6, self_ns=1e6, share=0.25)
     outlier = LayerOutlier(
         name=name, path=[], equals="Block_0–3", ns=2e6, usual_ns=1e6, part="Linear"
     )

@@ -445,10 +445,12 @@ def test_everything_twice_as_fast_takes_half_the_time(path: str) -> None:
         inside = (calls["ts"].to_numpy()[1:] <= end) & (until[:-1] >= begin) & (hole > 0)
         uncovered = max(uncovered, float(hole[inside].sum()))
     # that of work launched before the window too, which the steps' own path does not have
-    time, dur, own_steps = replayer._replay_own_step(lines)
-    chain = critical_path(own_steps.graph, time, own_steps.weight, dur)
+    time, dur, unprofiled_steps = replayer._replay_unprofiled_step(lines)
+    chain = critical_path(unprofiled_steps.graph, time, unprofiled_steps.weight, dur)
     host = [EdgeKind.PROGRAM, EdgeKind.HANDOFF, EdgeKind.LOADER]
-    waits = (chain.edge >= 0) & ~np.isin(own_steps.graph.edge[np.maximum(chain.edge, 0)], host)
+    waits = (chain.edge >= 0) & ~np.isin(
+        unprofiled_steps.graph.edge[np.maximum(chain.edge, 0)], host
+    )
     latency = float(chain.ns[waits].sum()) / replayer.step_count / replayer.unedited.period
     assert 0.5 - SLACK <= remaining_share <= 0.5 + SLACK + uncovered / 2 / (end - begin) + latency
 

@@ -48,7 +48,7 @@ MAX_GROUPS, MAX_KINDS, MAX_OUTLIERS = 400, 100, 20
 
 NODES_SCHEMA: dict[str, Any] = {
     "node": pl.Int32, "parent": pl.Int32, "name": pl.String, "kind": pl.String, "calls": pl.Int64,
-    "kernels": pl.Int64, "own": pl.Int64, "ns": pl.Int64, "backward": pl.Int64,
+    "kernels": pl.Int64, "self": pl.Int64, "ns": pl.Int64, "backward": pl.Int64,
     "flops": pl.Float64, "moved": pl.Float64,
 }  # fmt: skip
 
@@ -62,7 +62,7 @@ class LayerTable:
     nodes: pl.DataFrame
     """Modules by their path, parents before children: ``node``, ``parent`` (null if outermost),
     ``name``, ``kind`` (the name without its number), ``calls`` (inside ``spans``; null if not
-    recorded), ``kernels`` (pieces of work), ``own`` (ns of work outside its children), ``ns``
+    recorded), ``kernels`` (pieces of work), ``self`` (ns of work outside its children), ``ns``
     (including its children), ``backward`` (the part of ``ns`` in the backward pass), ``flops`` and
     ``moved`` (bytes; null if known for less than ``MIN_KNOWN_SHARE`` of the time). Sums over the
     window; without device work ``ns`` is self time of operators on the host."""
@@ -213,12 +213,12 @@ def _sum_nodes(
     count = len(target)
     ns = work["ns"].to_numpy()
     is_assigned = node >= 0
-    own_ns = np.bincount(node[is_assigned], ns[is_assigned], minlength=count)
+    self_ns = np.bincount(node[is_assigned], ns[is_assigned], minlength=count)
     kernels = np.bincount(node[is_assigned], minlength=count)
     in_backward = is_assigned & backward
     columns = {
-        "own": own_ns,
-        "ns": own_ns.copy(),
+        "self": self_ns,
+        "ns": self_ns.copy(),
         "backward": np.bincount(node[in_backward], ns[in_backward], minlength=count),
         "kernels": kernels,
     }
@@ -236,7 +236,7 @@ def _sum_nodes(
     for index in np.argsort(-depth, kind="stable").tolist():  # nodes: children before parents
         if parent[index] >= 0 and target[index] == index:
             for values in (*columns.values(), *work_sums.values(), steps):
-                if values is not own_ns:
+                if values is not self_ns:
                     values[parent[index]] += values[index]
     scopes = source.scopes
     rows = np.flatnonzero(scopes >= 0)
@@ -554,7 +554,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
                 modules=members.height,
                 calls=None if calls is None else calls * per_step,
                 ns=ns * per_step,
-                own_ns=int(members["own"].sum()) * per_step,
+                self_ns=int(members["self"].sum()) * per_step,
                 share=ns / max(1, layers.total_ns),
                 backward_ns=int(members["backward"].sum()) * per_step if is_trained else None,
                 kernels=int(members["kernels"].sum()) * per_step,
@@ -613,12 +613,12 @@ def _list_kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[data.L
         .agg(
             pl.len().alias("modules"),
             pl.col("calls").sum(),
-            pl.col("own").sum(),
+            pl.col("self").sum(),
             pl.col("ns", "kept").filter(pl.col("outer")).sum(),
             pl.col("peak").max(),
             known=pl.col("kept").count(),
         )
-        .sort("own", "ns", "kind", descending=[True, True, False])
+        .sort("self", "ns", "kind", descending=[True, True, False])
         .head(MAX_KINDS)
     )
     return [
@@ -627,8 +627,8 @@ def _list_kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[data.L
             modules=row["modules"],
             calls=row["calls"] * per_step if row["calls"] else None,
             ns=row["ns"] * per_step,
-            own_ns=row["own"] * per_step,
-            share=row["own"] / max(1, total),
+            self_ns=row["self"] * per_step,
+            share=row["self"] / max(1, total),
             kept_bytes=row["kept"] * per_step if row["known"] else None,
             peak_bytes=row["peak"],
         )

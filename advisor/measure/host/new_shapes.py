@@ -47,7 +47,7 @@ NEW_SHAPES_SCHEMA: dict[str, Any] = {
     "step": pl.Int32,  # index of the used step
     "ts": pl.Int64,  # ns
     "dur": pl.Int64,  # ns
-    "own": pl.Int64,  # self time without CUDA_CALL_NS for each CUDA call inside, ns
+    "self_ns": pl.Int64,  # self time without CUDA_CALL_NS for each CUDA call inside, ns
     "usual": pl.Float64,  # median time of calls with repeated shapes, ns; null if there are none
     "trials": pl.Int64,  # number of algorithms that are timed inside
 }
@@ -80,11 +80,11 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     around_runtime = cpu["parent"].filter(cpu["kind"] == "runtime").drop_nulls().to_numpy()
     self_ns = measure_self_time(a, cpu["dur"].to_numpy().astype(np.int64))
     self_ns -= CUDA_CALL_NS * np.bincount(around_runtime, minlength=cpu.height)
-    calls = cpu.with_row_index("host").with_columns(own=pl.Series(self_ns))
+    calls = cpu.with_row_index("host").with_columns(self_ns=pl.Series(self_ns))
     calls = calls.select(
-        pl.col("host").cast(pl.Int64), "name", "ts", "dur", "own", "inputs"
+        pl.col("host").cast(pl.Int64), "name", "ts", "dur", "self_ns", "inputs"
     ).filter(is_known)
-    is_slow = pl.col("own") >= MIN_SELF_NS
+    is_slow = pl.col("self_ns") >= MIN_SELF_NS
     calls = calls.filter(is_slow.any().over("name"))
     if calls.is_empty():
         return empty
@@ -101,7 +101,7 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     is_prepared = name_matches(calls["name"], PREPARED)
     is_repeated = pl.col("usual").is_not_null()
     is_slower = is_repeated & (pl.col("slow_again") <= MAX_SLOW_REPEATS)
-    is_slower &= pl.col("own") >= MIN_TIMES_LONGER * pl.col("usual")
+    is_slower &= pl.col("self_ns") >= MIN_TIMES_LONGER * pl.col("usual")
     calls = calls.filter(
         ~pl.col("again") & is_slow & (is_slower | (~is_repeated & pl.Series(is_prepared)))
     )

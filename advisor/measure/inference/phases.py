@@ -77,7 +77,7 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
 
 def _estimate_host_share(a: Analysis) -> float:
     """Return the share of the profiled steps' idle time that the run's own steps have."""
-    busy_share, idle = a.own_busy_share, a.span_ns - a.breakdown.busy.total
+    busy_share, idle = a.unprofiled_busy_share, a.span_ns - a.breakdown.busy.total
     if not busy_share or idle <= 0:
         return 1.0
     return min(1.0, (1.0 / busy_share - 1.0) * a.breakdown.busy.total / idle)

@@ -14,9 +14,9 @@ from advisor.core.ranks import format_ranks
 from advisor.core.text import format_duration, format_share
 from advisor.measure.device.families import FAMILIES
 from advisor.measure.ranks.join import CollectiveWaits, JoinedCollectives
-from advisor.measure.ranks.own_time import (
+from advisor.measure.ranks.rank_work import (
     MIN_KERNELS,
-    OWN,
+    WORK,
     RankProfile,
     compare_devices,
     find_extra_function,
@@ -132,7 +132,7 @@ def find_persistent(job: JobMeasurements) -> list[Deviation]:
         return []
     floor = MIN_EXCESS_SHARE * step
     # the median over the steps, since an excess in a single step is not persistent
-    total_excess = _median_excess(profile.own_ns_by_step, job.stage)
+    total_excess = _median_excess(profile.work_ns_by_step, job.stage)
     excess_by_search = {"own": total_excess}
     for name in ("compute", "input"):
         excess_by_search[name] = _median_excess(profile.by_step[name], job.stage)
@@ -189,7 +189,7 @@ def _measure_deviation(job: JobMeasurements, members: Members, total_excess: Flo
             members=members,
             excess_ns=float(np.nanmean(total_excess[index])),
             excess_by_class=_excess_by_class(job, mean, similar),
-            others_ns=float(medians_over(job.profile.own_ns[similar][None, :], axis=1)[0]),
+            others_ns=float(medians_over(job.profile.work_ns[similar][None, :], axis=1)[0]),
         ),
         similar,
     )
@@ -201,7 +201,7 @@ def _excess_by_class(
     """Return the excess of ``values`` over the median of ``similar`` ranks, by class, ns per
     step."""
     excess = values - medians_over(job.profile.values[similar], axis=0)
-    return dict(zip(OWN, excess.tolist(), strict=False))
+    return dict(zip(WORK, excess.tolist(), strict=False))
 
 
 def _largest_class(excess: dict[str, float]) -> str:
@@ -263,7 +263,7 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
     names = np.unique(job.stage)
     if len(names) < 2 or job.step_ns <= 0:
         return []
-    own = job.profile.own_ns
+    own = job.profile.work_ns
     medians = np.array([np.nanmedian(own[job.stage == name]) for name in names])
     if not np.isfinite(medians).all():
         return []
@@ -306,14 +306,14 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
 
 def find_moving(job: JobMeasurements, blamed_ranks: set[int]) -> list[Deviation]:
     """Find steps that are each delayed by one rank, but by different ranks."""
-    own_ns = job.profile.own_ns_by_step
-    if own_ns.shape[1] < MIN_STEPS or job.step_ns <= 0:
+    work_ns = job.profile.work_ns_by_step
+    if work_ns.shape[1] < MIN_STEPS or job.step_ns <= 0:
         return []
-    own_ns = own_ns.copy()
-    own_ns[sorted(blamed_ranks)] = np.nan
+    work_ns = work_ns.copy()
+    work_ns[sorted(blamed_ranks)] = np.nan
     # an excess that a rank has in every step does not move
-    usual = medians_over(own_ns, axis=1)[:, None]
-    above = np.stack([group_residuals(column, job.stage) for column in (own_ns - usual).T], axis=1)
+    usual = medians_over(work_ns, axis=1)[:, None]
+    above = np.stack([group_residuals(column, job.stage) for column in (work_ns - usual).T], axis=1)
     steps = np.flatnonzero(np.isfinite(above).sum(axis=0) >= 4)
     if len(steps) < MIN_STEPS:
         return []
@@ -334,7 +334,7 @@ def find_moving(job: JobMeasurements, blamed_ranks: set[int]) -> list[Deviation]
     if counts.max() > max(1.0, MAX_LAST_SHARE * len(steps)):
         return []
     excess_by_class = {}
-    for name in OWN:
+    for name in WORK:
         times = job.profile.by_step[name][:, steps]
         times = times - medians_over(times, axis=0)
         excess_by_class[name] = float(np.nanmean(times[last_ranks, np.arange(len(steps))]))
@@ -350,7 +350,7 @@ def find_moving(job: JobMeasurements, blamed_ranks: set[int]) -> list[Deviation]
             excess_ns=excess,
             rank_varies=True,
             excess_by_class=excess_by_class,
-            others_ns=float(np.nanmedian(own_ns)),
+            others_ns=float(np.nanmedian(work_ns)),
             note=f"{len(ranks)} ranks are the last of {len(steps)} steps",
         )
     ]
@@ -383,7 +383,7 @@ def find_late(job: JobMeasurements) -> list[Deviation]:
         members=members,
         excess_ns=float(waits.caused_exposed_ns[index]) / steps,
         excess_by_class=excess_by_class,
-        others_ns=float(np.nanmedian(job.profile.own_ns[other_ranks])),
+        others_ns=float(np.nanmedian(job.profile.work_ns[other_ranks])),
         arrives_late=True,
     )
     if sum(excess_by_class.values()) > MIN_EXPLAINED_SHARE * result.excess_ns:
@@ -475,13 +475,13 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
     if deviation.arrives_late:
         index = deviation.members.rank_indices[0]
         calls, last = (int(job.waits.collective_count[index]), int(job.waits.last_count[index]))
-        own_ns = sum(excesses.values())
+        work_ns = sum(excesses.values())
         text = (
             f"the others wait {excess} per step for it ({share} of the ranks' mean step), as it "
             f"arrives last at {last} of {calls} collectives"
         )
-        if own_ns > 0.02 * job.step_ns:
-            text += f". It has {format_duration(own_ns)} more own work per step than the others"
+        if work_ns > 0.02 * job.step_ns:
+            text += f". It has {format_duration(work_ns)} more own work per step than the others"
         else:
             text += ". It has no more own work than the others in these steps: it starts late"
     else:

@@ -146,7 +146,7 @@ def _build_kinds(layers: Layers, limit: int) -> d.Grid:
             t.format_count(row.modules),
             t.format_cell(row.calls, t.format_count),
             t.format_duration(row.ns),
-            t.format_duration(row.own_ns),
+            t.format_duration(row.self_ns),
             t.format_share(row.share),
             t.format_cell(row.kept_bytes, t.format_bytes),
             t.format_cell(row.peak_bytes, t.format_bytes),

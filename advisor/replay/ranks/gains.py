@@ -80,8 +80,8 @@ def saving_change(replay: RanksReplay, saved: Floats, *, communication: bool) ->
     ``communication``, transfers are hidden, not waits."""
     if communication:
         return JobChange(transfer=_hide_transfers(replay, saved))
-    own_ns = np.nanmean(np.where(replay.complete_ranks[:, None], replay.own_ns, 0.0), axis=1)
-    share = np.divide(saved, own_ns, out=np.zeros_like(own_ns), where=own_ns > 0)
+    work_ns = np.nanmean(np.where(replay.complete_ranks[:, None], replay.work_ns, 0.0), axis=1)
+    share = np.divide(saved, work_ns, out=np.zeros_like(work_ns), where=work_ns > 0)
     return replay.scaled_work(_repeat_by_step(np.maximum(0.0, 1 - share), replay))
 
 
@@ -120,7 +120,7 @@ def median_stage_work(job: JobMeasurements, replay: RanksReplay, without: set[in
     count."""
     stage, slot = job.stage[replay.rank], replay.order_in_step()
     code = (stage * len(replay.columns) + replay.step_of_cell) * (int(slot.max()) + 1) + slot
-    is_used = np.isfinite(job.profile.own_ns)[replay.rank]
+    is_used = np.isfinite(job.profile.work_ns)[replay.rank]
     is_used &= ~np.isin(replay.rank, sorted(without))
     is_used &= replay.runs_same_program(job.stage)
     work = np.full(len(code), np.nan)
@@ -253,10 +253,10 @@ def _repeat_by_step(factor: Floats, replay: RanksReplay) -> Floats:
 
 def _balance_stages(job: JobMeasurements, replay: RanksReplay) -> Floats:
     """Return the own work with all stages' work spread evenly, as a factor per rank and step."""
-    own_ns = job.profile.own_ns
+    work_ns = job.profile.work_ns
     names = np.unique(job.stage)
-    medians = np.array([np.nanmedian(own_ns[job.stage == name]) for name in names])
-    factor = np.ones(len(own_ns))
+    medians = np.array([np.nanmedian(work_ns[job.stage == name]) for name in names])
+    factor = np.ones(len(work_ns))
     for name, ns in zip(names.tolist(), medians.tolist(), strict=True):
         if ns > 0:
             factor[job.stage == name] = float(medians.mean()) / ns

@@ -34,7 +34,7 @@ from advisor.measure.ranks.outliers import (
     find_outliers,
     merge_outliers,
 )
-from advisor.measure.ranks.own_time import CLASSES, profile_ranks
+from advisor.measure.ranks.rank_work import CLASSES, profile_ranks
 from advisor.measure.ranks.summary_schema import (
     RankSummary,
     UnreadRank,
@@ -133,7 +133,7 @@ class RankComparison:
         open_wait = np.bincount(
             joined.rank[result.cells], weights=result.exposed, minlength=len(own.step_ns)
         )
-        steps = np.maximum(np.array([np.isfinite(row).sum() for row in own.own_ns_by_step]), 1)
+        steps = np.maximum(np.array([np.isfinite(row).sum() for row in own.work_ns_by_step]), 1)
         communication = own.values[:, -1]
         waiting = np.minimum(open_wait / steps, communication)
         return np.column_stack([own.values[:, :-1], communication - waiting, waiting])

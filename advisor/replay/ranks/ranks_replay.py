@@ -11,7 +11,7 @@ import numpy as np
 
 from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.join import JoinedCollectives
-from advisor.measure.ranks.own_time import RankProfile
+from advisor.measure.ranks.rank_work import RankProfile
 from advisor.measure.ranks.summary_schema import RankSummary
 from advisor.replay.predictions import OTHERS, job_range
 
@@ -118,7 +118,7 @@ class RanksReplay:
         columns = column[joined.rank, joined.step]
         is_used = (columns >= 0) & aligned[joined.rank] & (joined.step >= 0)
         is_used &= np.isin(
-            columns, _choose_steps(np.isfinite(own.own_ns_by_step) & aligned[:, None])
+            columns, _choose_steps(np.isfinite(own.work_ns_by_step) & aligned[:, None])
         )
         # the first steps that together have at most MAX_CELLS collectives, or one step
         counts = np.bincount(columns[is_used], minlength=len(own.steps))
@@ -132,10 +132,10 @@ class RanksReplay:
         self.columns = chosen
         position = np.full(len(own.steps) + 1, -1, dtype=np.int64)
         position[chosen] = np.arange(len(chosen))
-        self.own_ns = own.own_ns_by_step[:, chosen]
+        self.work_ns = own.work_ns_by_step[:, chosen]
         length = _find_lengths(summaries, column, chosen)
         self.complete_ranks = (
-            aligned & np.isfinite(self.own_ns).all(axis=1) & np.isfinite(length).all(axis=1)
+            aligned & np.isfinite(self.work_ns).all(axis=1) & np.isfinite(length).all(axis=1)
         )
         if self.complete_ranks.sum() < 2:
             self.reason = "fewer than two ranks have the same steps"
@@ -191,14 +191,14 @@ class RanksReplay:
         self.waited_for = _find_waited_for(rank, start, end)
         queued = (self.previous_in_group >= 0) & (start <= end[self.previous_in_group] + QUEUED_NS)
         queued |= self.waited_for >= 0
-        own_ns = np.where(np.isfinite(self.own_ns), self.own_ns, 0.0)
-        done = np.cumsum(own_ns, axis=1)[rank, step]
+        work_ns = np.where(np.isfinite(self.work_ns), self.work_ns, 0.0)
+        done = np.cumsum(work_ns, axis=1)[rank, step]
         stop = _find_next_stop(stood, rank * len(self.columns) + step, end)
         self.blocked_at = np.where(stop >= 0, (progress + self.hidden_ns)[stop], done)
         """Own time of the rank until it needs the end of each collective: until it stood still for
         it or, if it is hidden, for a later one, or until the end of its step."""
         self.issued_at = _find_issued(
-            progress, queued, row, done - own_ns[rank, step], own_ns[rank, step]
+            progress, queued, row, done - work_ns[rank, step], work_ns[rank, step]
         )
         """Own time of the rank until each collective was issued."""
         needed_at = _order_ends(self.blocked_at.copy(), first)
@@ -222,7 +222,7 @@ class RanksReplay:
     ) -> tuple[Floats, Floats]:
         """Return the rank's own time from the first step's start to each collective, and each
         rank's total own time, ns."""
-        own = np.where(np.isfinite(self.own_ns), self.own_ns, 0.0)
+        own = np.where(np.isfinite(self.work_ns), self.work_ns, 0.0)
         base = np.cumsum(own, axis=1) - own
         # in the order of the summaries, whose `work` counts from the previous collective
         order = np.lexsort((joined.end[cells], joined.start[cells], step, rank))

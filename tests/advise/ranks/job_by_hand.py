@@ -192,7 +192,7 @@ def _collectives(
         start=pack(column(start)),
         end=pack(column(end)),
         exposed=pack(column([e - s for s, e in zip(start, end, strict=True)])),
-        work=pack(column([own_ns for *_, own_ns in met])),
+        work=pack(column([work_ns for *_, work_ns in met])),
         synchronising=[meet.kind != "send_recv" for meet in meets],
         group=[meet.group for meet in meets],
         size=[len(meet.members) for meet in meets],

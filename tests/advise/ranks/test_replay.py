@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from advisor.core.finding import Edit, Select
 from advisor.measure.ranks.join import match_collectives
-from advisor.measure.ranks.own_time import profile_ranks
+from advisor.measure.ranks.rank_work import profile_ranks
 from advisor.replay.ranks.gains import without_collectives
 from advisor.replay.ranks.ranks_replay import JobChange, RanksReplay
 

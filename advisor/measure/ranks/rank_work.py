@@ -1,7 +1,7 @@
-"""Own time of each rank by class, over the job and per step; whether more compute comes from a
+"""Work of each rank by class, over the job and per step; whether more compute comes from a
 slower device or more work.
 
-Own time is the time of a step without exposed communication: ranks share the step, but not their
+Work is the time of a step without exposed communication: ranks share the step, but not their
 work."""
 
 from collections import Counter
@@ -18,7 +18,7 @@ from advisor.measure.ranks.summary_schema import RankSummary, unpack
 
 CLASSES = ("compute", "copies", "input", "host", "communication")
 """Exclusive classes of a step's time; the last one is not the rank's own work."""
-OWN = CLASSES[:-1]
+WORK = CLASSES[:-1]
 MIN_CUT_STEP_SHARE = 0.9
 """Minimum share of earlier steps' compute for the last step of a damaged file to count."""
 _INPUT_CLASSES = ("idle: loader", "loader")
@@ -27,7 +27,7 @@ _COPY_CLASSES = ("copies", "memset")
 
 @dataclass(frozen=True)
 class RankProfile:
-    """Own time of all ranks, one row per rank (index in the list of summaries)."""
+    """Work of all ranks, one row per rank (index in the list of summaries)."""
 
     values: Floats
     """Mean time by class (columns: CLASSES), ns per step; NaN if not measured or file is
@@ -35,24 +35,24 @@ class RankProfile:
     steps: list[str]
     """Names of the steps that most ranks have."""
     by_step: dict[str, Floats]
-    """Class of OWN -> rank x ``steps``, ns, or NaN if the rank does not have the step."""
+    """Class of WORK -> rank x ``steps``, ns, or NaN if the rank does not have the step."""
     step_ns: Floats
     """Mean step of each rank, ns."""
 
     @property
-    def own_ns(self) -> Floats:
-        """Own time of each rank, ns per step."""
-        return np.asarray(self.values[:, : len(OWN)].sum(axis=1))
+    def work_ns(self) -> Floats:
+        """Work of each rank, ns per step."""
+        return np.asarray(self.values[:, : len(WORK)].sum(axis=1))
 
     @property
-    def own_ns_by_step(self) -> Floats:
-        """Own time of each rank in each step, ns."""
-        total: Floats = np.sum([self.by_step[name] for name in OWN], axis=0)
+    def work_ns_by_step(self) -> Floats:
+        """Work of each rank in each step, ns."""
+        total: Floats = np.sum([self.by_step[name] for name in WORK], axis=0)
         return total
 
 
 def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
-    """Measure the own time of all ranks, from their summaries."""
+    """Measure the work of all ranks, from their summaries."""
     values = np.full((len(summaries), len(CLASSES)), np.nan)
     counts: Counter[str] = Counter()
     for summary in summaries:
@@ -60,7 +60,7 @@ def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
     max_count = max(counts.values(), default=0)
     steps = _sort_steps(summaries, {name for name, n in counts.items() if 2 * n >= max_count})
     column_of_step = {name: column for column, name in enumerate(steps)}
-    by_step = {name: np.full((len(summaries), len(steps)), np.nan) for name in OWN}
+    by_step = {name: np.full((len(summaries), len(steps)), np.nan) for name in WORK}
     for index, summary in enumerate(summaries):
         columns = class_times(summary)
         if columns is None:
@@ -72,7 +72,7 @@ def profile_ranks(summaries: Sequence[RankSummary]) -> RankProfile:
             values[index, column] = float(finite.mean()) if len(finite) else np.nan
         columns_of_steps = [column_of_step.get(step.name, -1) for step in summary.steps]
         rows = [row for row, column in enumerate(columns_of_steps) if column >= 0]
-        for name in OWN:
+        for name in WORK:
             by_step[name][index, [columns_of_steps[row] for row in rows]] = columns[name][rows]
     step_ns = np.array([s.step_ns for s in summaries], dtype=np.float64)
     return RankProfile(values, steps, by_step, step_ns)
@@ -202,7 +202,7 @@ MIN_OTHER_SHARE = 0.5
 """Minimum share of the excess in operators that the others do not run, if the batches differ."""
 
 
-MAX_OTHERS_OWN_SHARE = 0.1
+MAX_OTHERS_WORK_SHARE = 0.1
 """Maximum time of operators that only the other ranks run, as a share of the excess, at which the
 ranks with more work do work of their own, and not the same with other inputs."""
 MAX_NAMED_OPERATORS = 3
@@ -213,10 +213,10 @@ def find_extra_work(slow: Sequence[RankSummary], others: Sequence[RankSummary]) 
     evaluation on one rank: names, the longest first. Empty if it does not explain their excess, or
     if the others have work of their own, so that the inputs differ."""
     extra = _times_without(slow, others)
-    own_ns = sum(_times_without(others, slow).values())
+    work_ns = sum(_times_without(others, slow).values())
     excess = _total_time(slow) - _total_time(others)
     is_explained = sum(extra.values()) >= MIN_OTHER_SHARE * excess
-    if excess <= 0 or not is_explained or own_ns > MAX_OTHERS_OWN_SHARE * excess:
+    if excess <= 0 or not is_explained or work_ns > MAX_OTHERS_WORK_SHARE * excess:
         return []
     by_name: dict[str, float] = {}
     for key, ns in extra.items():

@@ -242,6 +242,39 @@ def minor_conditions(finding: Finding, report: Report) -> list[str]:
     return stacks if needs_reason else [*range_reasons(finding, report), *stacks]
 
 
+MIN_SURE_STEPS: Final = 3
+"""Minimum number of profiled steps for a certain gain, where no other steps are known."""
+MAX_STEP_RATIO: Final = 2.0
+"""Maximum ratio of the longest profiled step to the shortest for a certain gain."""
+_CONDITIONAL_FIX: Final = re.compile(r"^If |\bfirst profile later steps\b")
+"""Pattern of fixes that help only under a condition."""
+
+
+def is_conditional(finding: Finding, report: Report) -> bool:
+    """Return whether a gain depends on what the trace does not show: the cause is unsure, the fix
+    has a condition, stacks slowed the host, or few or uneven steps show it."""
+    impact = finding.impact
+    return (
+        is_unsure(finding)
+        or (impact is not None and impact.low_by == "late launches")
+        or _CONDITIONAL_FIX.search(finding.fix) is not None
+        or bool(_warn_of_stacks(finding, report))
+        or bool(describe_weak_steps(report))
+    )
+
+
+def describe_weak_steps(report: Report) -> str:
+    """Say that few or uneven profiled steps decide all gains, where no other steps are known. Empty
+    if they do not."""
+    scope = report.scope
+    if report.per != "step" or report.recorded is not None or scope.has_no_step_time:
+        return ""
+    if 0 < scope.steps_used < MIN_SURE_STEPS:
+        return "too few to show how steps vary: record 5"
+    uneven = scope.step_max_ns > MAX_STEP_RATIO * scope.step_min_ns > 0
+    return "the steps differ, so a gain may too: record more" if uneven else ""
+
+
 def _warn_of_stacks(finding: Finding, report: Report) -> list[str]:
     """Say that the gain is smaller without Python stacks, if the trace has them, if no other steps
     are known, and if the fix ends the GPU's waits for launches or for Python code."""
@@ -297,7 +330,8 @@ def _explain_ends(
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         if low < MAX_ZERO_RATIO * gain:
             if ranged and ranged[0].startswith("at worst"):
-                return [f"the range begins at 0: {ranged[0]}"]
+                rest = "; in the replay, hiding the rest saves nothing" * is_replayed(finding)
+                return [f"the range begins at 0: {ranged[0]}{rest}"]
             return [f"no gain unless {labels.clean((ranged or finding.assumptions)[0])}"]
         if assumption:
             return [f"range: {assumption}"]
@@ -310,7 +344,6 @@ def _explain_ends(
     if [by for _, by in ends] == ["past", "past"]:
         reason = DECIDED_BY["past"].format(past="{low} to {high}").format(**past_shares)
         return [f"range: {reason}"]
-    assumption = assumption or "programs differ in how much of this time the fix removes"
     reasons: dict[str, list[str]] = {}
     for end, by in ends:
         wording = {key: text.format(**past_shares) for key, text in ENDS_DIFFER[end].items()}
@@ -340,7 +373,11 @@ def _name_removed_parts(finding: Finding, report: Report, gains: tuple[int, int,
     if not shown or of_other_step or max(gains) > MAX_EVIDENCE_RATIO * shown:
         return ""
     removed, low, high = (t.format_share(min(1.0, gain / shown)) for gain in gains)
-    return f"the fix removes about {removed} of this time ({low} to {high})"
+    return f"{_REMOVED_SHARE} {removed} of this time ({low} to {high})"
+
+
+_REMOVED_SHARE: Final = "the fix removes about"
+"""Beginning of a range's reason that gives shares."""
 
 
 _RANGED_PATTERN: Final = re.compile(r"[\d%] to \d|at worst|at best")
@@ -402,6 +439,8 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
         label = "exposed time of these copies"
     duration = f"the {amount} {'below' if in_summary else f'of {label}'}"
     operations: list[str] = [edit.op for edit in finding.edits]
+    if why := _explain_faster_copies(finding, report):
+        return [why]
     if why := _explain_smaller_gain(finding, report, float(shown.value or 0)):
         return [f"the gain is less than {duration}: {why}"]
     if impact.gain_ns <= MAX_EVIDENCE_RATIO * float(shown.value or 0):
@@ -428,6 +467,24 @@ def beyond_evidence(finding: Finding, report: Report) -> list[str]:
     if impact.is_job_gain:
         why = "other ranks gain too, and wait less for each other"
     return [f"the gain is more than {duration}: {why}"]
+
+
+def _explain_faster_copies(finding: Finding, report: Report) -> str:
+    """Say why a step without pinning in the loop is shorter than its device work now. Empty if it
+    is not."""
+    busy_ns = (report.busy_share or 0.0) * report.scope.step_ns
+    pins = all("pin_memory" in (edit.select.name or "") for edit in finding.edits)
+    gain = 0 if finding.impact is None else finding.impact.gain_ns or 0
+    if not finding.edits or not pins or report.step_ns - gain >= (1 - PIN_MARGIN) * busy_ns:
+        return ""
+    return (
+        f"the step then takes less than the GPU's {t.format_duration(busy_ns)} of work now: copies "
+        "to the GPU are faster while the host copies nothing"
+    )
+
+
+PIN_MARGIN: Final = 0.02
+"""Difference between a step and its device work, as a share, that needs no reason."""
 
 
 def _is_fully_busy(report: Report) -> bool:
@@ -462,7 +519,7 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
         if remaining <= 1 - MIN_EVIDENCE_RATIO:
             return ""
         if is_faster and remaining <= max(factors) + MAX_ASSUMED_DIFFERENCE:
-            return _explain_rest(finding, remaining)
+            return _explain_rest(finding, report, remaining)
     if "drop_launch" in operations and all(edit.select.under for edit in finding.edits):
         return (
             "only a part of it is in what is replayed" if remaining > 1 - MIN_EVIDENCE_RATIO else ""
@@ -476,14 +533,17 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     removed = shown_ns * (1.0 - max(factors, default=0.0))  # at least
     if impact.gain_ns >= MIN_EVIDENCE_RATIO * removed:
         return (
-            _explain_rest(finding, remaining)
+            _explain_rest(finding, report, remaining)
             if is_faster and remaining > 1 - MIN_EVIDENCE_RATIO
             else ""
         )
     if operations == {"overlap"}:
         compute = sum(part.ns for part in report.time if part.name == "compute")
         if impact.gain_ns <= compute < shown_ns:
-            return "too little other GPU work can hide it"
+            at_best = "; at best, work for which the GPU now waits hides the rest"
+            return "too little other GPU work can hide it" + at_best * (
+                (impact.high_ns or 0) > compute
+            )
         reason = "little of the other work is independent of it"
         return reason if _is_fully_busy(report) else "the host then limits the step"
     if operations == {"make_async"}:
@@ -506,8 +566,11 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     return ", and ".join(reasons)
 
 
-def _explain_rest(finding: Finding, remaining_share: float) -> str:
-    """Say what share of the work remains that a fix makes faster, and why."""
+def _explain_rest(finding: Finding, report: Report, remaining_share: float) -> str:
+    """Say what share of the work remains that a fix makes faster, and why. Empty if the reason of
+    the range says which share goes."""
+    if any(_REMOVED_SHARE in reason for reason in range_reasons(finding, report)):
+        return ""
     why = "the work remains and becomes faster"
     if any(edit.factor == 1.0 for edit in finding.edits):
         why = "part of the work keeps its time"

@@ -320,7 +320,8 @@ def _describe_longest(views: Sequence[KernelCounters]) -> str:
         same_file = [view for view in views if view.file == longest.file]  # each file is a run
         share = _sum_time(longest) / (sum(map(_sum_time, same_file)) or 1.0)
         launches = f"{longest.profiled:,} launches of {duration}"
-        text = f"{name} takes most time ({t.format_share(share)}, {launches})"
+        of_file = " of its file" * bool(longest.file)
+        text = f"{name} takes most time{of_file} ({t.format_share(share)}, {launches})"
     use = max(longest.use.values(), default=None)
     if longest.limit == "latency" and use is not None:
         text += f": its warps mostly wait, and no unit is busier than {t.format_share(use)}"
@@ -333,15 +334,21 @@ def _describe_longest(views: Sequence[KernelCounters]) -> str:
     return f"{text}. {_compare_variants(longest, views)}"
 
 
+def _contrast(duration_ns: float, other_ns: float) -> str:
+    """Say how much longer or shorter a duration is than another: ``3% less``."""
+    word = "less" if duration_ns < other_ns else "more"
+    return f"{t.format_share(abs(duration_ns / other_ns - 1))} {word}"
+
+
 def _compare_variants(longest: KernelCounters, views: Sequence[KernelCounters]) -> str:
     """Compare a kernel with those of the same name in other files. Empty without any."""
     same = [
-        f"{view.file} takes {t.format_duration(view.duration_ns or 0.0)} for it "
-        f"({(view.duration_ns or 0.0) / longest.duration_ns - 1:+.0%})"
+        f"in {view.file} it takes {t.format_duration(view.duration_ns or 0.0)} "
+        f"({_contrast(view.duration_ns or 0.0, longest.duration_ns)})"
         for view in views
         if view.file != longest.file and view.short == longest.short and longest.duration_ns
     ]
-    return f"{', '.join(same)}. " if same else ""
+    return f"{t.upper_first(', '.join(same))}. " if same else ""
 
 
 def _find_longest(views: Sequence[KernelCounters]) -> KernelCounters | None:

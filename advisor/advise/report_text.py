@@ -8,7 +8,9 @@ from typing import Final, NamedTuple
 from advisor.advise.finding_text import (
     SMALL_SHARE,
     Line,
+    describe_weak_steps,
     gains_of_findings,
+    is_conditional,
     is_replayed,
     is_unseen_code,
     is_unsure,
@@ -167,6 +169,8 @@ def _describe_steps(report: Report) -> list[str]:
         else:
             mean = f"each {report.per} takes {longest}"
         parts = [f"{used} {source}", mean, *compare_window_with_run(report)]
+    if weakness := describe_weak_steps(report):
+        parts.append(weakness)
     if report.replay is not None:
         parts += describe_replayed_others(report.replay.steps, report.replay.of_steps)
     if scope.outliers:
@@ -697,8 +701,12 @@ def format_speedup(report: Report) -> str:
         return ""
     if any(map(is_unseen_code, ranked_findings(report))):
         return ""
-    uncertain = sum(impact.gain_ns or 0 for impact in gains if impact.low_ns == 0)
     total = sum(impact.gain_ns or 0 for impact in gains)
+    uncertain = sum(
+        f.impact.gain_ns or 0
+        for f in ranked_findings(report)
+        if f.impact is not None and (f.impact.low_ns == 0 or is_conditional(f, report))
+    )
     bound = "up to " * any(map(t.is_upper_bound, gains))
     may_be_less = uncertain > 0 and uncertain >= MIN_UNCERTAIN_SHARE * total
     if may_be_less and not bound:
@@ -733,7 +741,28 @@ def describe_all_fixes(report: Report) -> str:
             for f in findings
             if f.impact is not None and f.impact.unit == "run" and f.impact.gain_ns
         )
+        + _explain_larger_total(report)
     )
+
+
+def _explain_larger_total(report: Report) -> str:
+    """Name the fix that saves more after the others, if all save more than the sum of their gains.
+    Empty if they do not."""
+    fixes = [
+        (f.marginal_gain_ns - (f.impact.gain_ns or 0), f)
+        for f in ranked_findings(report)
+        if f.impact is not None and f.impact.unit != "run" and f.marginal_gain_ns is not None
+    ]
+    if sum(more for more, _ in fixes) < MIN_LARGER_TOTAL * report.step_ns:
+        return ""
+    largest = max(fixes, key=lambda fix: fix[0])[1]
+    saved = t.format_duration(largest.marginal_gain_ns)
+    return f" After the others, fix {largest.priority} saves more: {saved}."
+
+
+MIN_LARGER_TOTAL = 0.005
+"""Minimum excess of the total gain over the sum of the gains, as a share of the step, that needs a
+reason."""
 
 
 def gains_overlap(report: Report) -> bool:

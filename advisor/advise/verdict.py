@@ -30,7 +30,7 @@ from advisor.advise.recording_limits import (
     record_whole_steps,
     schedule_of,
 )
-from advisor.advise.report_text import format_speedup
+from advisor.advise.report_text import format_speedup, step_after_fixes
 from advisor.advise.verdict_parts import (
     BETWEEN_STEPS,
     MAJORITY_SHARE,
@@ -160,7 +160,8 @@ def _describe_all_fixes(report: Report, status: str) -> str:
     faster = format_speedup(report)
     if status != "bottlenecks" or max(later, default=0) < MIN_LATER_RATIO * first or not faster:
         return ""
-    return f" With all fixes: {faster}."
+    times = f"{t.format_duration(report.step_ns)} → {t.format_duration(step_after_fixes(report))}"
+    return f" With all fixes: {times} ({faster})."
 
 
 def _warn_of_memory_growth(report: Report, roles: Mapping[str, VerdictRole]) -> str:
@@ -277,6 +278,9 @@ def _write_main_verdict(
         most = f"led by {longest} ({t.format_share(longest_share)} of them)"
         if longest_share > MAJORITY_SHARE:
             most = f"mostly {longest}"
+            delays = sum(part.share for part in report.idle if part.cause == "launch")
+            if "Launch" in longest and delays >= MAJORITY_SHARE:
+                most = f"mostly first calls of {longest} (launch delay)"
         return "limited", (
             f"One-off costs take at least {t.format_share(one_off_share)} {of_time}, {most}. "
             f"{action} {text}.{small}"
@@ -483,11 +487,15 @@ def _compare_with_rates(report: Report) -> tuple[str, bool]:
     total_lost = sum(lost.values())
     if total_lost < MIN_LEFT_SHARE * report.step_ns:
         return "", True
+    largest = sorted(lost.items(), key=lambda item: -item[1])[:2]
+    shown = [(family, ns) for family, ns in largest if ns >= MIN_FAMILY_SHARE * total_lost]
+    shown_lost = sum(ns for _, ns in shown)
     parts = [
         f"{family} {t.format_duration(ns)} (now at {t.format_share(1 - ns / times[family])})"
-        for family, ns in sorted(lost.items(), key=lambda item: -item[1])[:2]
-        if ns >= MIN_FAMILY_SHARE * total_lost
+        for family, ns in shown
     ]
+    if parts and (rest := total_lost - shown_lost) >= MIN_FAMILY_SHARE * total_lost / 2:
+        parts.append(f"others {t.format_duration(rest)}")
     return (
         " At the rates that this GPU reaches in benchmarks, its kernels would take "
         f"{t.format_duration(total_lost)} ({t.format_share(total_lost / report.step_ns)}) less: "

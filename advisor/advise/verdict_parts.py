@@ -2,7 +2,7 @@
 
 import re
 
-from advisor.advise.finding_text import POSSIBLE, is_unsure
+from advisor.advise.finding_text import POSSIBLE, is_conditional, is_unsure
 from advisor.advise.report_fields import MIN_APART_SHARE
 from advisor.advise.report_text import find_slow_steps
 from advisor.core import text as t
@@ -125,7 +125,7 @@ def name_first_finding(report: Report, *, part: bool = False) -> str:
         hint = f"; {RECORD_DEEP} shows the lines" if RECORD_DEEP in first.summary else ""
         return f"{opening}: {title}, at most {limit}{hint}"
     # the finding itself says what this depends on
-    is_uncertain = part or is_unsure(first) or (about and impact.low_ns == 0)
+    is_uncertain = part or is_conditional(first, report) or (about and impact.low_ns == 0)
     saves = "may save" if is_uncertain else "saves"
     fix = "A fix"
     if first.fix.startswith(_SEARCHES):

@@ -382,12 +382,14 @@ def is_upper_bound(impact: Impact) -> bool:
     gain = impact.gain_ns or 0
     if (impact.high_ns or 0) > MAX_HIGH_RATIO * gain:
         return False
-    is_wide = impact.low_ns is not None and impact.low_ns < WIDE_LOW * gain
+    is_wide = impact.low_ns is not None and impact.low_ns < WIDE_UPPER_BOUND * gain
     return impact.kind == "upper bound" or (is_wide and impact.high_ns is not None)
 
 
 MAX_HIGH_RATIO = 1.05
 """Maximum ratio of a range's high end to the gain at which they count as equal."""
+WIDE_UPPER_BOUND = 0.75
+"""Ratio of a range's low end to the gain below which a gain that is the high end is a bound."""
 WIDE_LOW = 0.5
 """Ratio of a range's low end to the gain below which the range is wide."""
 

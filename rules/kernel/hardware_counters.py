@@ -139,7 +139,8 @@ class CounterRule(Rule):
         if not edits:
             times = [(k.profile.duration_ns or 0.0) * saved.share for k, saved in savings]
             launches = "One launch of each saves" if len(savings) > 1 else "One launch saves"
-            others_text += f" {launches} {t.format_duration(sum(times))} at most."
+            own = f" ({t.format_duration(times[0])} in this one)" * (len(savings) > 1)
+            others_text += f" {launches} {t.format_duration(sum(times))} at most{own}."
             launch_evidence.append(Evidence(ONE_LAUNCH, sum(times), "ns"))
         return Finding(
             summary=f"{self._describe(k, saved)}{_describe_hot_line(k)}{others_text}",

@@ -176,8 +176,8 @@ def test_profiler_advice_appears_once_without_links() -> None:
 def test_two_variants_of_a_program_are_compared_and_not_added_up() -> None:
     """rocprof's files: 1,001 launches of 2.644 ms, and of 2.557 ms, beside 2.2 ms of others."""
     report = advisor.analyze(CORPUS / "rocprof" / "laplacian")
-    assert "takes most time (100%, 1,001 launches of 2.64 ms)" in report.verdict
-    assert "kernel2_results takes 2.56 ms for it (-3%)" in report.verdict
+    assert "takes most time of its file (100%, 1,001 launches of 2.64 ms)" in report.verdict
+    assert "In kernel2_results it takes 2.56 ms (3% less)" in report.verdict
     assert "NVIDIA" not in report.verdict
 
 

@@ -14,6 +14,7 @@ from advisor.advise.engine import AnalysisResult, Options, examine, open_ranks
 from advisor.advise.finding_text import ranked_findings
 from advisor.advise.ranks.job import files_summarized_apart
 from advisor.core.errors import AdvisorError
+from advisor.core.finding import Impact
 from advisor.core.report import SCHEMA, Report
 from advisor.core.report_file import read_saved
 from advisor.core.report_steps import StepTime
@@ -137,8 +138,8 @@ class OpenedPath:
     """Step time of the run, from its report if it was read. ``None`` if not measured."""
     verdict: str = ""
     """Verdict of the report. It is kept when the run is closed."""
-    gains: dict[str, float] = field(default_factory=dict)
-    """Known gains per step, ns, by the finding's title. They are kept when the run is closed."""
+    gains: dict[str, Impact] = field(default_factory=dict)
+    """Known gains per step by the finding's title. They are kept when the run is closed."""
 
     @property
     def report(self) -> Report | None:
@@ -376,7 +377,7 @@ class DashboardSession:
             entry.loaded, entry.verdict = loaded, loaded.report.verdict
             entry.step = loaded.report.step
             entry.gains = {
-                finding.title: finding.impact.gain_ns
+                finding.title: finding.impact
                 for finding in ranked_findings(loaded.report)
                 if finding.impact is not None
                 and finding.impact.currency == "step_time"

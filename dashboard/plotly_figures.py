@@ -66,6 +66,10 @@ def empty_figure(height: int, **layout: Any) -> Any:
     return figure
 
 
+MAX_LABELS_LENGTH = 40
+"""Length of all names on the axis of runs, characters, which fits a narrow window."""
+
+
 def run_history(names: Sequence[str], values: Sequence[float], details: Sequence[str]) -> Any:
     """Draw the step time of runs, in their order.
 
@@ -86,8 +90,9 @@ def run_history(names: Sequence[str], values: Sequence[float], details: Sequence
     )
     label_step = -(-len(names) // 4)
     label_positions = list(range(0, len(names), label_step))
+    room = MAX_LABELS_LENGTH // len(label_positions)
     labels = [
-        escape_markup(shorten(name, 10)) if line.startswith(NO_COMMIT) else line.partition(" ")[0]
+        escape_markup(shorten(name, room)) if line.startswith(NO_COMMIT) else line.partition(" ")[0]
         for name, line in zip(names, details, strict=True)
     ]
     figure.update_xaxes(
@@ -468,7 +473,7 @@ def rank_class_heatmap(
     figure.update_yaxes(automargin=True)
     figure.update_xaxes(showline=False, showticklabels=ranks is not None, title="")
     if ranks is not None:
-        figure.update_traces(x=list(ranks))
+        figure.update_traces(x=[rank.replace(" ", "<br>") for rank in ranks])
         figure.update_xaxes(type="category", nticks=16, title="rank", tickangle=0)
     figure.update_layout(margin={"l": 8, "t": 8, "b": 44 if ranks else 8})
     return figure

@@ -231,7 +231,7 @@ def compare_window_with_run(report: Report) -> list[str]:
     return ["; ".join(parts)]
 
 
-MAX_OVERHEAD_DIFFERENCE: Final = 0.1
+MAX_OVERHEAD_DIFFERENCE: Final = 0.02
 """Maximum relative difference between the ratio of the mean profiled step to the steps around it
 and the ratio of the medians, at which the mean, which the report shows, gives the overhead."""
 
@@ -511,7 +511,7 @@ def _scale_mfu(report: Report) -> tuple[float | None, bool]:
 
 def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     """Return the figures at the top of a page: name, value, and a note. For a program without GPU
-    work, return only measured figures, as the others do not apply."""
+    work, return those of the host."""
     scope, unit = report.scope, report.per
     spread_note = ""
     if scope.steps_used > 1:
@@ -530,6 +530,8 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     if unprofiled_busy_share is not None:
         of_step = f"of the run's {unit}; {t.format_share(report.busy_share)} while profiled"
     tiles = [(unit.capitalize(), t.format_duration(report.step_ns), spread_note)]
+    if not report.time:
+        return [*tiles, *_host_figures(report)]
     busy = "" if report.busy_share is None else of_step
     tiles.append(("GPU busy", t.format_share(unprofiled_busy_share or report.busy_share), busy))
     peak_name = f"{report.mfu_format} peak" if report.mfu_format else "peak of the formats used"
@@ -544,7 +546,23 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
     if report.communication_ns is not None:
         hidden = f"{t.format_share(report.communication_overlap)} hidden under compute"
         tiles.append(("Communication", t.format_duration(report.communication_ns), hidden))
-    return tiles if report.time else [tile for tile in tiles if tile[1] != t.NOT_MEASURED]
+    return tiles
+
+
+def _host_figures(report: Report) -> list[tuple[str, str, str]]:
+    """Return the figures of a program without GPU work, as ``figures_of_merit`` does."""
+    tiles, recorded, of_step = [], report.recorded, t.format_of(report.per)
+    part = max(report.host, key=lambda part: part.ns, default=None)
+    if part is not None and not report.ranges:
+        label = t.upper_first(t.host_label(part.name, report.scope.framework))
+        share = f"{t.format_share(part.share)} {of_step}"
+        tiles.append((label, t.format_duration(part.ns), share))
+    if recorded is not None and recorded.p99_ns is not None:
+        tiles.append(("99th percentile", t.format_duration(recorded.p99_ns), of_step))
+    if recorded is not None and recorded.samples_per_second is not None:
+        rate = f"{recorded.samples_per_second:,.0f}/s"
+        tiles.append(("Throughput", rate, "samples, this rank"))
+    return tiles
 
 
 def describe_energy(report: Report) -> list[str]:

@@ -440,7 +440,7 @@ _MAX_SENTENCE: Final = 200
 def split_sentences(text: str, room: int) -> tuple[str, str]:
     """Return the text's first sentences that fit in ``room`` characters, at least one, and the
     others."""
-    first, *others = re.split(r"(?<=[a-z)`%\d_]\.)\s+(?=[A-Z])", clean(text))
+    first, *others = re.split(r"(?<=[a-z)`%\d_]\.)\s+(?=[A-Z\d])", clean(text))
     while others and len(first) + 1 + len(others[0]) <= room:
         first = f"{first} {others.pop(0)}"
     return first, " ".join(others)

@@ -1,5 +1,6 @@
 """Compare: two runs side by side, with the predicted and the measured gain of each fix."""
 
+import re
 from typing import Any
 
 import plotly.graph_objects as go
@@ -21,7 +22,7 @@ BEFORE_COLOR, AFTER_COLOR = "#9a9aa5", theme.ACCENT
 BEFORE_BAR_COLOR, AFTER_BAR_COLOR = BEFORE_COLOR, "var(--accent)"
 """Colors of the two bars of a row (assets/parts.css)."""
 MAX_WORK_LINES = 20
-MAX_OPERATOR_LENGTH = 44
+MAX_OPERATOR_LENGTH = 72
 """Length limit of an operator with its shapes, characters."""
 BADGE_CLASSES = {"Slower": "failed", "Faster": "healthy"}
 CHANGE_CLASSES = {"fixed": "healthy", "new": "failed", "remaining": "bottlenecks"}
@@ -202,7 +203,7 @@ def _comparison_table(
         )
         label: Any = line.name if line.group == "kernels" else line.label
         if line.group == "work":
-            label = ui.abbreviation(line.label, line.name)
+            label = _work_label(line)
         label_cell = ui.element(
             "Span", ui.swatch(color) if color else None, label, cls="nowrap" if color else ""
         )
@@ -222,6 +223,16 @@ def _comparison_table(
         caption=ui.element("Span", *legend),
         stacked=True,
     )
+
+
+def _work_label(line: ComparedFigure) -> Any:
+    """Build the label of device work: an operator above its shapes, or a kernel's name."""
+    parts = re.fullmatch(r"(\S+) (\d.*)", line.label)
+    if parts is None:
+        return ui.abbreviation(line.label, line.name)
+    operator, shapes = parts.groups()
+    shape_line = ui.element("Span", shapes, cls="sub shapes")
+    return ui.element("Span", operator, " ", shape_line, title=line.name, data_full=line.name)
 
 
 def _bar_pair(line: ComparedFigure, largest: float) -> Any:

@@ -236,6 +236,7 @@ def _tree_card(view: PageView) -> Any:
     """Build the card of time by module and operator, as an icicle chart."""
     a = view.analysis
     tree = view.loaded.get_or_compute(("op_tree", view.rank), lambda: op_tree(a))
+    per_step = tree.with_columns((pl.col("ns") / a.step_count).round().cast(pl.Int64))
     if tree.is_empty():
         return ui.empty_state(
             "No modules or operators",
@@ -243,14 +244,15 @@ def _tree_card(view: PageView) -> Any:
             record_with(ACTIVITIES, a.trace.meta),
         )
     time_kind = "GPU time" if a.device_id is not None else "host time"
-    description = f"Modules and operators by {time_kind}, outermost on top. Click one to zoom in."
+    amount = f"{time_kind} {t.format_per(a.per)}"
+    description = f"Modules and operators by {amount}, outermost on top. Click one to zoom in."
     description += " Violet: modules and ranges, darker for the backward pass. Green: operators."
     if tree["name"].str.starts_with(KERNEL).any():
         description += " Blue: kernels, if an operator launches several."
     return ui.card(
         f"{t.upper_first(time_kind)} by module and operator",
         ui.figure(
-            plotly_figures.module_tree_figure(tree, f"all {time_kind}"),
+            plotly_figures.module_tree_figure(per_step, f"all {time_kind}"),
             "modules-and-ops",
             height=460,
             has_table=True,

@@ -1,7 +1,7 @@
 """Memory: allocations over time and at the peak, and memory by recorded step."""
 
 from bisect import bisect_right
-from typing import Any
+from typing import Any, Final
 
 import polars as pl
 
@@ -18,18 +18,19 @@ ALLOCATED_COLOR, RESERVED_COLOR = theme.CLASS_COLORS["compute"], "#9a9aa5"
 
 
 def has_content(view: PageView) -> bool:
-    """Return whether memory or a run record was recorded."""
+    """Return whether memory was recorded: of the GPU, of the host, or allocation calls."""
     if view.entry.loaded is None:
         return False
     a = view.analysis
-    return _has_device_memory(a) or a.rank_record is not None or not a.allocations.is_empty()
+    has_samples = a.run_steps is not None and any(step.rss is not None for step in a.run_steps.steps)
+    return has_device_memory(a) or has_samples or not a.allocations.is_empty()
 
 
 def layout(**query: object) -> Any:
     """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
-    has_memory = _has_device_memory(a)
+    has_memory = has_device_memory(a)
     is_pytorch = a.trace.meta.is_pytorch
     source = "PyTorch's allocator counts" if is_pytorch else "the program's allocators count"
     lead = f"GPU memory as {source} it." if has_memory else ""
@@ -37,12 +38,12 @@ def layout(**query: object) -> Any:
     out_of_memory = _out_of_memory_card(a)
     device_cards = memory_cards.draw_cards(view)
     by_step = _memory_by_step_card(a)
-    if not has_memory and not device_cards:
+    if not has_memory and not device_cards and by_step is None:
         device_cards.append(
             ui.empty_state(
                 "No device memory",
                 "The trace has no allocator events, so memory over time is not measured.",
-                _recording_advice(a) if is_pytorch else "",
+                _RECORDING_ADVICE if is_pytorch else "",
             )
         )
     return ui.page(
@@ -80,17 +81,13 @@ def _peak_tiles(view: PageView) -> Any:
     return ui.tiles(known) if known else None
 
 
-def _recording_advice(a: Analysis) -> str:
-    """Write how to record device memory."""
-    if a.run_steps is not None:
-        return "The run used no GPU."
-    return (
-        "Record on a GPU with profile_memory=True, or use advisor record, which samples memory "
-        "after each step."
-    )
+_RECORDING_ADVICE: Final = (
+    "Record on a GPU with profile_memory=True, or use advisor record, which samples memory "
+    "after each step."
+)
 
 
-def _has_device_memory(a: Analysis) -> bool:
+def has_device_memory(a: Analysis) -> bool:
     """Return whether device memory was recorded, by the trace, the recorder or a snapshot."""
     steps = [] if a.run_steps is None else a.run_steps.steps
     has_samples = any(step.allocated is not None for step in steps)

@@ -12,6 +12,7 @@ from advisor.dashboard import components as ui
 from advisor.dashboard import page_view
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
+from advisor.dashboard.pages.memory import has_device_memory
 from advisor.measure import Analysis
 
 MAX_LINES = 30
@@ -122,7 +123,9 @@ def _phase_card(view: PageView) -> Any:
         report_charts.build_phase_segment(phase.name, phase.ns, phase.share)
         for phase in recorded.phases
     ]
-    return phases_card("Phases of the step", parts, "host time; the GPU runs asynchronously")
+    used_gpu = view.analysis.device_id is not None or has_device_memory(view.analysis)
+    aside = "host time; the GPU runs asynchronously" if used_gpu else "host time"
+    return phases_card("Phases of the step", parts, aside)
 
 
 def _environment_card(manifest: Manifest | None, record: RankRecord) -> Any:

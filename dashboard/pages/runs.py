@@ -5,6 +5,7 @@ from typing import Any
 
 from advisor.core import labels
 from advisor.core import text as t
+from advisor.core.finding import Impact
 from advisor.dashboard import page_view, plotly_figures
 from advisor.dashboard.components import card, element, figure, link, page, page_heading, table
 from advisor.dashboard.grid import search_field
@@ -127,7 +128,7 @@ def _finding_card(entries: list[OpenedPath]) -> Any:
     largest: dict[str, float] = {}
     for entry in read_entries:
         for title, gain in entry.gains.items():
-            largest[title] = max(gain, largest.get(title, 0.0))
+            largest[title] = max(gain.gain_ns or 0.0, largest.get(title, 0.0))
     if len(read_entries) < 2 or not largest:
         return None
     titles = sorted(largest, key=lambda title: -largest[title])[:MAX_FINDINGS]
@@ -145,9 +146,9 @@ def _finding_card(entries: list[OpenedPath]) -> Any:
     )
 
 
-def _format_gain(ns: float | None) -> str:
+def _format_gain(gain: Impact | None) -> str:
     """Write a gain, or a dash without one."""
-    return t.format_cell(ns, t.format_duration)
+    return t.EMPTY_CELL if gain is None else t.format_saving(gain)
 
 
 def _table_row(entries: list[OpenedPath], index: int) -> list[Any]:

@@ -565,13 +565,14 @@ def _list_record_limits(a: Analysis) -> list[Limit]:
     windows = window_lines(run_steps.rank_record.events_of("window"))
     done = [line.removesuffix(DONE) for line in windows if line.endswith(DONE)]
     lack = f"The trace of {', '.join(done)} is missing" if done else "No window was profiled"
-    result = [
-        Limit(
-            f"{lack}: the host's work is known by phase, but the device's work is "
-            "unknown. Host times of phases that only launch work say little about the device.",
-            "no profiled window",
-        )
-    ]
+    known = "the host's work is known by phase"
+    consequence = (
+        f"{known}, not by operator."
+        if a.trains_on_host
+        else f"{known}, but the device's work is unknown. Host times of phases that only launch "
+        "work say little about the device."
+    )
+    result = [Limit(f"{lack}: {consequence}", "no profiled window")]
     result += [Limit(f"{line}.") for line in windows if not line.endswith(DONE)]
     if not run_steps.rank_record.has_ended:
         killed = "The run was killed or is still going on: figures cover it up to its last step."

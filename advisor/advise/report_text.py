@@ -551,14 +551,15 @@ def figures_of_merit(report: Report) -> list[tuple[str, str, str]]:
 
 def _host_figures(report: Report) -> list[tuple[str, str, str]]:
     """Return the figures of a program without GPU work, as ``figures_of_merit`` does."""
-    tiles, recorded, of_step = [], report.recorded, t.format_of(report.per)
+    tiles, recorded = [], report.recorded
     part = max(report.host, key=lambda part: part.ns, default=None)
     if part is not None and not report.ranges:
         label = t.upper_first(t.host_label(part.name, report.scope.framework))
-        share = f"{t.format_share(part.share)} {of_step}"
+        share = f"{t.format_share(part.share)} {t.format_of(report.per)}"
         tiles.append((label, t.format_duration(part.ns), share))
     if recorded is not None and recorded.p99_ns is not None:
-        tiles.append(("99th percentile", t.format_duration(recorded.p99_ns), of_step))
+        timed = f"of {t.count_noun(recorded.used, f'timed {report.per}')}"
+        tiles.append(("99th percentile", t.format_duration(recorded.p99_ns), timed))
     if recorded is not None and recorded.samples_per_second is not None:
         rate = f"{recorded.samples_per_second:,.0f}/s"
         tiles.append(("Throughput", rate, "samples, this rank"))

@@ -194,9 +194,10 @@ def _list_checks_not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     if a.only_input is not None:
         return [a.only_input.skipped]
     if a.record_only:
+        on_device = "everything on the device: idle time, kernels, transfers, syncs"
         return [
             SkippedCheck(
-                what="everything on the device: idle time, kernels, transfers, syncs",
+                what="the operators that the CPU computes" if a.trains_on_host else on_device,
                 why="no window of this rank was profiled",
                 record="a window that is reached: fewer steps skipped, or 'advisor window RUN'",
             )

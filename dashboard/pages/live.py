@@ -158,6 +158,12 @@ def _metric_tiles(record: RankRecord) -> Any:
     )
 
 
+TOP_OVER_STEPS = 1.5
+"""Top of the axis of step times, as a multiple of the longest step without the profiler."""
+MAX_NAMED_STEPS = 4
+"""Number of steps above that axis whose times the remark gives."""
+
+
 def steps_card(run_steps: RunSteps, aside: str = "") -> Any:
     """Draw the durations of recorded steps, and mark steps that the profiler slowed down."""
     has_duration, total = ~np.isnan(run_steps.durations), len(run_steps.steps)
@@ -202,8 +208,10 @@ def steps_card(run_steps: RunSteps, aside: str = "") -> Any:
         count += "; points off the line are host times"
         aside = ", ".join(filter(None, (aside, count)))
         description += f" {count}."
-    top = 1.08 * float(shown_ms[run_steps.after_warmup].max(initial=0))
-    # the first step would compress all others: a remark gives its time, a double click shows it
+    own = run_steps.after_warmup & ~run_steps.profiled & ~while_stopping
+    usual = own if own.any() else run_steps.after_warmup
+    top = TOP_OVER_STEPS * float(shown_ms[usual].max(initial=0))
+    # the others would compress them: a remark gives their times, a double click shows them
     above_axis = [
         f"step {step.n}, {t.format_duration(1e6 * ms)}"
         for step, ms in zip(run_steps.steps, shown_ms, strict=True)
@@ -211,8 +219,12 @@ def steps_card(run_steps: RunSteps, aside: str = "") -> Any:
     ]
     if above_axis:
         chart.update_yaxes(range=[0, top])
+    others = len(above_axis) - MAX_NAMED_STEPS
     note = (
-        f"Above the axis: {'; '.join(above_axis)}. Double-click to show all." if above_axis else ""
+        f"Above the axis: {'; '.join(above_axis[:MAX_NAMED_STEPS])}"
+        f"{f' and {others:,} more' if others > 0 else ''}. Double-click to show all."
+        if above_axis
+        else ""
     )
     step_figure = ui.figure(chart, "steps", height=220, description=description)
     return ui.card("Steps", step_figure, ui.remark(note), aside=aside)

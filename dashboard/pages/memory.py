@@ -22,15 +22,17 @@ def has_content(view: PageView) -> bool:
     if view.entry.loaded is None:
         return False
     a = view.analysis
-    has_samples = a.run_steps is not None and any(step.rss is not None for step in a.run_steps.steps)
-    return has_device_memory(a) or has_samples or not a.allocations.is_empty()
+    has_samples = a.run_steps is not None and any(
+        step.rss is not None for step in a.run_steps.steps
+    )
+    return _has_device_memory(a) or has_samples or not a.allocations.is_empty()
 
 
 def layout(**query: object) -> Any:
     """Build the page."""
     view = page_view.view(**query)
     a = view.analysis
-    has_memory = has_device_memory(a)
+    has_memory = _has_device_memory(a)
     is_pytorch = a.trace.meta.is_pytorch
     source = "PyTorch's allocator counts" if is_pytorch else "the program's allocators count"
     lead = f"GPU memory as {source} it." if has_memory else ""
@@ -87,7 +89,7 @@ _RECORDING_ADVICE: Final = (
 )
 
 
-def has_device_memory(a: Analysis) -> bool:
+def _has_device_memory(a: Analysis) -> bool:
     """Return whether device memory was recorded, by the trace, the recorder or a snapshot."""
     steps = [] if a.run_steps is None else a.run_steps.steps
     has_samples = any(step.allocated is not None for step in steps)

@@ -104,7 +104,8 @@ def _heading(view: PageView, report: Report) -> Any:
         for label, parts in report_text.describe_scope(report)
     }
     # one step time is shown; those of the whole run and of its window are folded
-    run_lines = [lines.pop(label) for label in ("run", "window") if "window" in lines]
+    details = [label for label in ("run", "window", "steps") if label in lines]
+    run_lines = [lines.pop(label) for label in details] if "run" in details else []
     risks = report.risks if report.scope.has_no_step_time else []  # memory risks of a snapshot
     first_fix = next(iter((*finding_text.ranked_findings(report), *risks)), None)
     return ui.element(
@@ -128,7 +129,7 @@ def _heading(view: PageView, report: Report) -> Any:
         if first_fix is not None
         else None,
         ui.element("Div", *lines.values(), cls="scope"),
-        ui.expander("The run and its profiled window", ui.element("Div", *run_lines, cls="scope"))
+        ui.expander("The run and its steps", ui.element("Div", *run_lines, cls="scope"))
         if run_lines
         else None,
         cls="page-head",

@@ -12,7 +12,6 @@ from advisor.dashboard import components as ui
 from advisor.dashboard import page_view
 from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
-from advisor.dashboard.pages.memory import has_device_memory
 from advisor.measure import Analysis
 
 MAX_LINES = 30
@@ -123,8 +122,8 @@ def _phase_card(view: PageView) -> Any:
         report_charts.build_phase_segment(phase.name, phase.ns, phase.share)
         for phase in recorded.phases
     ]
-    used_gpu = view.analysis.device_id is not None or has_device_memory(view.analysis)
-    aside = "host time; the GPU runs asynchronously" if used_gpu else "host time"
+    on_host = view.analysis.trains_on_host
+    aside = "host time" if on_host else "host time; the GPU runs asynchronously"
     return phases_card("Phases of the step", parts, aside)
 
 

@@ -117,7 +117,9 @@ def test_run_without_a_reached_window_gives_a_report(tmp_path: Path) -> None:
     assert report.verdict.startswith("The program runs on the CPU.") and "60%" in report.verdict
     assert report.verdict.endswith("not recorded: run advisor record --deep python PROGRAM.py.")
     assert "no profiled window" in REPORTS.render("terminal", report)
-    assert any("on the device" in item.what for item in report.not_checked)
+    # the program has no GPU, so nothing about one is missing
+    assert any("the CPU computes" in item.what for item in report.not_checked)
+    assert not any("device" in limit for limit in report.limits)
     for text in (REPORTS.render("terminal", report), REPORTS.render("markdown", report)):
         assert "data" in text and "60%" in text and "46 of 60 recorded" in text
     assert Report.from_json(report.to_json()).recorded == report.recorded

@@ -19,6 +19,8 @@ def test_sentences_beyond_the_room_are_left_whole_for_the_rest() -> None:
         "A fix saves about 36.4 ms (24%; range 29.2 to 45.4 ms).",
     )
     assert t.split_sentences(text, 5)[0] == "GPU busy 70% of a 155 ms step."
+    counted = f"{text} 2 of 12 timed steps take 30% of the time."
+    assert t.split_sentences(counted, 150) == (text, "2 of 12 timed steps take 30% of the time.")
 
 
 def test_a_page_leads_with_the_problem_and_a_crash_with_itself() -> None:

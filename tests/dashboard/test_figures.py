@@ -15,7 +15,13 @@ from advisor.core.gpus import lookup
 from advisor.core.run_directory import RankRecord, StepRow
 from advisor.dashboard.grid import Column, duration_column, grid, grid_rows
 from advisor.dashboard.pages import live, memory
-from advisor.dashboard.plotly_figures import module_tree_figure, roofline
+from advisor.dashboard.plotly_figures import (
+    NO_COMMIT,
+    module_tree_figure,
+    rank_class_heatmap,
+    roofline,
+    run_history,
+)
 from advisor.measure.steps.run_steps import RunSteps
 
 
@@ -55,6 +61,20 @@ def test_a_tree_without_overlap_is_drawn_unchanged() -> None:
         }
     )
     assert list(module_tree_figure(tree, "all GPU time").data[0].values) == [100, 70, 50, 30]
+
+
+def test_runs_have_their_names_on_the_axis_where_there_is_room() -> None:
+    few = run_history(["workers.slow", "workers.cured"], [70.3, 32.0], [NO_COMMIT] * 2)
+    assert list(few.layout.xaxis.ticktext) == ["workers.slow", "workers.cured"]
+    many = run_history([f"workers.slow.{i}" for i in range(9)], [1.0] * 9, [NO_COMMIT] * 9)
+    assert sum(map(len, many.layout.xaxis.ticktext)) <= 40
+
+
+def test_the_mark_of_a_late_rank_is_below_its_number() -> None:
+    figure = rank_class_heatmap(
+        [[1.0, 2.0]], [["", ""]], [["", ""]], ["host"], ["6", "7 late"], 2, 90
+    )
+    assert list(figure.data[0].x) == ["6", "7<br>late"]
 
 
 def test_sparse_memory_samples_are_drawn_over_all_steps() -> None:

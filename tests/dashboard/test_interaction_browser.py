@@ -463,8 +463,12 @@ def test_a_difference_has_a_sign_a_word_and_bars_on_one_scale(
         idle.locator(f".two-bars {css_class}").bounding_box() for css_class in (".before", ".after")
     )
     assert before_bar["width"] > 20 > after_bar["width"]
+    # an operator and its shapes are whole, each on its line
+    work = page.locator(".compared tr", has=page.locator(".shapes")).nth(1).locator("td").first
+    assert work.inner_text().split("\n") == ["aten::cudnn_convolution", "32×256×56×56, 512×256×1×1"]
     page.set_viewport_size({"width": 390, "height": 900})
     page.wait_for_function("() => document.documentElement.scrollWidth <= window.innerWidth")
+    assert work.bounding_box()["width"] > 250
     for part in page.locator(".compared td:visible").all():  # visible without scrolling
         box = part.bounding_box()
         assert box["x"] >= 0 and box["x"] + box["width"] <= 390

@@ -21,6 +21,7 @@ from plotly.utils import PlotlyJSONEncoder
 
 from advisor.advise.engine import analyze, examine
 from advisor.cli.dashboard import EDITOR, parse_editor
+from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Location
 from advisor.core.report_steps import StepTime
@@ -292,6 +293,8 @@ def test_the_runs_page_lists_steps_commits_and_verdicts(
         page = tab.open("/runs")
         findings, runs = page.locator("table.data").all()
         assert "The DataLoader has no workers" in findings.inner_text()
+        report = session.entries[0].loaded.report
+        assert t.format_saving(report.findings[0].impact) in findings.inner_text()
         rows = runs.locator("tbody tr").all_inner_texts()
         assert "3 ms" in rows[0] and "0000000000+" in rows[0]
         assert "4 ms" in rows[1] and session.entries[1].verdict[:20] in rows[1]

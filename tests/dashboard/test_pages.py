@@ -15,6 +15,7 @@ import polars as pl
 import pytest
 
 from advisor import cli
+from advisor.core import text as t
 from advisor.core.report_steps import EQUAL_STEP_SHARE
 from advisor.core.text import host_label, split_verdict
 from advisor.dashboard.app import PAGES
@@ -525,6 +526,23 @@ def test_the_findings_page_has_the_notes_and_lines_of_the_report(name: str, says
     assert any(conditions) and {each for group in conditions for each in group} <= texts
 
 
+def test_a_run_on_the_cpu_has_its_own_figures_and_nothing_of_a_gpu() -> None:
+    from advisor.dashboard.app import create_app
+    from advisor.dashboard.loaded_runs import DashboardSession
+    from advisor.dashboard.pages import memory, overview, run
+    from advisor.dashboard.server import Access
+
+    path = Path(__file__).parents[1] / "data" / "recorded" / "workers.slow"
+    session = DashboardSession([str(path)]).load()
+    app = create_app(session, Access.for_host("127.0.0.1", "t" * 20))
+    with app.server.test_request_context("/"):
+        texts = [*_texts([overview.layout(), run.layout(), memory.layout()])]
+    assert {"70.3 ms", "Loading data", "51.7 ms", "583 ms", "114/s"} <= {*texts}
+    assert "74% of the step" in texts and "of 111 timed steps" in texts
+    assert "host time" in texts and "Host memory over the run" in texts
+    assert not [text for text in texts if "device" in text or "asynchronously" in text]
+
+
 def test_different_programs_are_not_compared_as_faster_or_fixed() -> None:
     from advisor.compare.compare import compare
     from advisor.dashboard.pages import compare as page
@@ -564,6 +582,15 @@ def test_a_served_model_has_its_counter_command_and_gpus() -> None:
     assert gpus == ["AMD Instinct MI300X · 192 GiB"] * 8
 
 
+def _figures(part: Any) -> Iterator[Any]:
+    """Yield the figures of all charts of a page's components."""
+    if hasattr(part, "figure"):
+        yield part.figure
+    for child in part if isinstance(part, list) else [getattr(part, "children", None)]:
+        if child is not None:
+            yield from _figures(child)
+
+
 def _texts(part: Any) -> Iterator[str]:
     """Yield all texts of a page's components."""
     if isinstance(part, str):
@@ -599,7 +626,7 @@ def test_steps_without_gpu_time_are_drawn_and_counted() -> None:
     from advisor.core import labels
     from advisor.dashboard.app import create_app
     from advisor.dashboard.loaded_runs import DashboardSession
-    from advisor.dashboard.pages import findings, live, overview, run
+    from advisor.dashboard.pages import findings, kernels, live, overview, run
     from advisor.dashboard.pages.kernels import kernel_rows
     from advisor.dashboard.server import Access
     from advisor.dashboard.timeline.index_builder import build_index
@@ -613,6 +640,17 @@ def test_steps_without_gpu_time_are_drawn_and_counted() -> None:
         run_texts = list(_texts(run.layout()))
         overview_texts = list(_texts(overview.layout()))
         finding_texts = list(_texts(findings.layout()))
+        (icicle,) = (
+            figure.data[0]
+            for figure in _figures(kernels.layout())
+            if figure.data[0].type == "icicle"
+        )
+    # times of the tree are per step, as in the tables of its page
+    family_ns = sum(family.ns for family in loaded.report.families)
+    assert icicle.customdata[0][1] == t.format_duration(family_ns)
+    # the profiler's overhead is one figure
+    (overhead,) = (text for text in overview_texts if "the profiler adds" in text)
+    assert "the profiler adds 28%" in overhead and "+28%" in run_texts
     # the reason for a different order is beside the gains
     assert any(text.startswith("Ranked above") for text in overview_texts)
     # the line of the program is before the operator
@@ -633,7 +671,9 @@ def test_steps_without_gpu_time_are_drawn_and_counted() -> None:
     )
     assert any(text.startswith("Above the axis: step 0, 9.23 s") for text in run_texts)
     # the slowest steps are the profiled ones, although few of them have GPU times
-    figure = live.steps_card(run_steps).children[1].children[0].children[0].figure
+    (figure,) = _figures(live.steps_card(run_steps))
+    # they do not compress the others
+    assert figure.layout.yaxis.range[1] < 4 * run_steps.mean / 1e6
     marks = {mark.name: list(mark.x) for mark in figure.data[1:]}
     assert marks["while profiled"] == [
         step.n

@@ -208,8 +208,8 @@ def steps_card(run_steps: RunSteps, aside: str = "") -> Any:
         count += "; points off the line are host times"
         aside = ", ".join(filter(None, (aside, count)))
         description += f" {count}."
-    own = run_steps.after_warmup & ~run_steps.profiled & ~while_stopping
-    usual = own if own.any() else run_steps.after_warmup
+    unslowed = run_steps.after_warmup & ~run_steps.profiled & ~while_stopping
+    usual = unslowed if unslowed.any() else run_steps.after_warmup
     top = TOP_OVER_STEPS * float(shown_ms[usual].max(initial=0))
     # the others would compress them: a remark gives their times, a double click shows them
     above_axis = [

@@ -147,6 +147,42 @@ def test_the_python_of_pages_on_files_at_hand_runs(
         assert names, page
 
 
+def test_the_page_on_an_own_script_shows_its_recordings(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run_in_process: Callable[[list[str]], tuple[int, str, str]],
+) -> None:
+    """Its recordings are kept: they show what the page says, and its script can be recorded."""
+    pytest.importorskip("torch")
+    recordings = CORPUS.parent / "data" / "own_script"
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(recordings, "runs")
+    page = (ROOT / "docs" / "own-script.md").read_text(encoding="utf-8")
+    Path("train.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    recorded = 0
+    for command, lines in documented_commands("docs/own-script.md").items():
+        words = shlex.split(command)
+        if words[1] == "record":
+            recorded += 1
+            assert (recordings / words[words.index("--out") + 1].removeprefix("runs/")).is_dir()
+            continue
+        code, out, err = run_in_process(words[1:])
+        wanted = [int(line.split()[-1]) for line in lines if line.startswith("exit code ")]
+        assert [code] == (wanted or [0]), err
+        assert [line for line in lines if line not in out.splitlines()] == [], out
+        if command == "advisor gate baseline.json runs/change":
+            again = documented_commands("docs/ci.md")[command]
+            assert again and [line for line in again if line not in lines] == []
+    assert recorded == 4
+    shutil.rmtree("runs/first")
+    completed = subprocess.run(
+        shlex.split("advisor record --active 0 --out runs/first train.py"), env=environment(),
+        capture_output=True, text=True, check=True, timeout=280,
+    )  # fmt: skip
+    assert completed.stdout == "epoch 0: 9.7%\nepoch 1: 9.7%\nepoch 2: 9.7%\n"
+    assert "advisor: recorded in runs/first\n         192 steps, " in completed.stderr
+
+
 @pytest.fixture
 def run_in_process(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -48,7 +48,7 @@ def command(
 ) -> None:
     """Check whether the program fits a GPU, and find the cheapest changes that make it fit."""
     if (gpu is None) == (capacity is None):
-        raise AdvisorError("fit: give the GPU with --gpu NAME, or its memory with --capacity SIZE")
+        raise AdvisorError("no GPU is given: add --gpu NAME, or its memory with --capacity SIZE")
     from advisor.advise.memory_fit import DRIVER_SHARE, find_fit
     from advisor.core.gpus import find_gpu, lookup
 

@@ -86,6 +86,7 @@ def format_option(formats: Formats) -> typer.models.OptionInfo:
     result: typer.models.OptionInfo = typer.Option(
         "--format",
         metavar="FORMAT",
+        autocompletion=lambda incomplete: [n for n in formats.bundled if n.startswith(incomplete)],
         help=f"{out.format_names(formats)}; default: by the suffix of --output, else terminal.",
     )
     return result

@@ -94,14 +94,14 @@ def can_use_color(stream: TextIO) -> bool:
 
 
 def find_report_width(stream: TextIO) -> int:
-    """Return the width of a report on this stream: the terminal's width, from 40 to 120 (longer
-    lines are hard to read), or 80. It is 78 if the encoding lacks arrows, which then become two
-    characters."""
+    """Return the width of a report on this stream: that of ``COLUMNS`` or of the terminal, from 40
+    to 120 (longer lines are hard to read), or 80. It is 78 if the encoding lacks arrows, which then
+    become two characters."""
     try:
         "→".encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
         return PIPED_WIDTH - 2
-    if not stream.isatty():
+    if not stream.isatty() and not os.environ.get("COLUMNS"):
         return PIPED_WIDTH
     return max(40, min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, MAX_WIDTH))
 

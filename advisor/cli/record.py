@@ -28,7 +28,12 @@ def command(
         typer.Option("--out", "-o", "--output", metavar="DIR", help="Run directory (a new one)."),
     ] = None,
     skip: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Steps before the first window (10).")
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Steps before the first window (10; from the third on if ten take over 2 s).",
+        ),
     ] = None,
     warmup: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Warm-up steps of a window (3).")

@@ -44,7 +44,9 @@ def command(
     options: o.Options,
     progress: o.Progress = True,
 ) -> None:
-    """Show a report, or write it: one HTML file, Markdown, SARIF, GitHub annotations."""
+    """Show a saved JSON report again, or that of a trace, or write it as a file.
+
+    For a trace, ``analyze`` shows the same and has more options."""
     renderer = out.choose_renderer(REPORTS, format_name, output)
     for target in (html, output):
         if target is not None:

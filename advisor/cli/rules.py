@@ -36,10 +36,17 @@ def list_rules(rules: o.Rules = None) -> None:
     out.show_document(build_list(all_rules, disabled=disabled))
 
 
+def _complete_id(incomplete: str) -> list[str]:
+    return [rule.id for rule in _load_all_rules(None) if rule.id.startswith(incomplete)]
+
+
 @app.command("show")
 def show(
     rule_id: Annotated[
-        str, typer.Argument(metavar="ID", help="As listed by 'advisor rules list'.")
+        str,
+        typer.Argument(
+            metavar="ID", help="As listed by 'advisor rules list'.", autocompletion=_complete_id
+        ),
     ],
     rules: o.Rules = None,
 ) -> None:

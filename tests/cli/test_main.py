@@ -88,7 +88,13 @@ def test_the_help_has_every_option_under_one_heading(
 
 
 @pytest.mark.parametrize(
-    ("typed", "completed"), [("advisor an", "analyze"), ("advisor analyze --det", "--details")]
+    ("typed", "completed"),
+    [
+        ("advisor an", "analyze"),
+        ("advisor analyze --det", "--details"),
+        ("advisor analyze --format mark", "markdown"),
+        ("advisor rules show single-pro", "single-process-loader"),
+    ],
 )
 def test_a_shell_completes_commands_and_options(typed: str, completed: str) -> None:
     words = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
@@ -153,6 +159,8 @@ def test_the_report_is_as_wide_as_the_terminal_within_reason(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert out.find_report_width(Terminal()) == width
+    assert out.find_report_width(io.StringIO()) == width
+    monkeypatch.delenv("COLUMNS")
     assert out.find_report_width(io.StringIO()) == 80
 
 

@@ -152,7 +152,7 @@ def test_the_page_on_an_own_script_shows_its_recordings(
     monkeypatch: pytest.MonkeyPatch,
     run_in_process: Callable[[list[str]], tuple[int, str, str]],
 ) -> None:
-    """Its recordings are kept: they show what the page says, and its script can be recorded."""
+    """Check that the kept recordings show what the page says, and that its script is recorded."""
     pytest.importorskip("torch")
     recordings = CORPUS.parent / "data" / "own_script"
     monkeypatch.chdir(tmp_path)

@@ -14,6 +14,15 @@ OPTIONS = ("--skip", "--warmup", "--active", "--ranks", "--deep", "--signal", "-
 SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Settings for typer: words after the program belong to it, and ``-m`` begins a program."""
 
+Skip = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=0,
+        help="Steps before the first window (10; from the third on if ten take over 2 s).",
+    ),
+]
+
 
 def command(
     program: Annotated[
@@ -27,14 +36,7 @@ def command(
         str | None,
         typer.Option("--out", "-o", "--output", metavar="DIR", help="Run directory (a new one)."),
     ] = None,
-    skip: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            help="Steps before the first window (10; from the third on if ten take over 2 s).",
-        ),
-    ] = None,
+    skip: Skip = None,
     warmup: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="Warm-up steps of a window (3).")
     ] = None,

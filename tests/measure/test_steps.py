@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import polars as pl
 import pytest
+import zstandard
 
-from advisor.advise.engine import analyze
+from advisor.advise.engine import analyze, examine
 from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
@@ -17,6 +19,7 @@ from advisor.measure.steps.steps import find_steps, recorded_extent, step_of
 from advisor.measure.steps.unmarked_steps import range_groups
 from advisor.read import read_trace
 from advisor.testing import TraceBuilder
+from benchmarks.public_traces import CORPUS
 
 
 def loop(lengths: list[float], between: float = 0.0) -> TraceBuilder:
@@ -72,6 +75,40 @@ def test_truncated_step_is_not_one_of_the_three_kept():
     # without the 10 there are three: the long one stays, however long it is
     steps = find_steps(loop([100, 1000, 90, 10]).trace())
     assert steps.table["used"].to_list() == [True, True, True, False]
+
+
+def test_short_last_step_with_the_same_operators_is_used():
+    b = TraceBuilder()
+    for pause in (900, 10):
+        with b.step():
+            for _ in range(4):
+                b.launch("gemm", 10)
+            b.host(pause)
+    assert find_steps(b.trace()).table["used"].to_list() == [True, True]
+
+
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("name", ["tab_cross_width", "vocabulary", "healthy_lm"])
+def test_last_steps_alone_last_as_long_where_the_host_runs_ahead(name, kept, tmp_path):
+    file = CORPUS / "h100" / name / "rank0" / "trace_w0.json.zst"
+    content = json.loads(zstandard.ZstdDecompressor().stream_reader(file.read_bytes()).read())
+    whole, events = tmp_path / "whole.json", content["traceEvents"]
+    whole.write_text(json.dumps(content))
+    marks = {
+        event["ts"]
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith("ProfilerStep#")
+    }
+    start = sorted(marks)[-kept]
+    recorded = [e for e in events if e.get("ph") == "M" or e.get("ts", 0) >= start]
+    part = tmp_path / "part.json"
+    part.write_text(json.dumps(content | {"traceEvents": recorded}))
+    expected, result = examine(str(whole)), examine(str(part))
+    assert result.main.step_count == kept
+    mean = expected.main.span_ns / expected.main.step_count
+    assert result.main.span_ns / kept == pytest.approx(mean, rel=0.06)
+    first, of_whole = ([f.rule for f in r.report.findings[:1]] for r in (result, expected))
+    assert first == of_whole
 
 
 def test_a_long_step_is_measured_but_set_aside():

@@ -205,8 +205,6 @@ latency is some 10 us; in a host-bound step the device waits, not its work."""
 MIN_STEP_RATIO = 1.1
 """Minimum ratio of the device's steps to the host's at which the host runs ahead of the main stream
 alone, while other streams start their work at once."""
-MIN_STEPS = 3
-"""Minimum number of steps: fewer are all at the window's ends."""
 MAX_TIME = np.iinfo(np.int64).max
 
 
@@ -258,7 +256,7 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Dev
     is the device's period, from the first work of a step to the first of the next. ``closed`` says
     that the marks include the last step's own work (ranges); otherwise the host kept launching."""
     gpu, device = trace.gpu, analyzed_device(trace)
-    if device is None or len(start) < MIN_STEPS:
+    if device is None:
         return None
     rows = np.flatnonzero(
         (gpu["launch"].is_not_null() & (gpu["device"] == device)).fill_null(False).to_numpy()

@@ -47,8 +47,10 @@ latency is some 10 us."""
 MAX_LEADING_SHARE = 0.01
 """Maximum share of device work before an unexplained wait if the figures begin after it."""
 PARTIAL_SHARE = 0.25
-"""Share of the median below which a last step was cut off by the end of the recording. A first step
+"""Share of the median below which a last step may be cut off by the recording's end. A first step
 shorter than this share of every other step was cut off by the begin."""
+MIN_WHOLE_SHARE = 0.5
+"""Minimum share of the others' host events in a short last step that was not cut off."""
 
 STEPS_SCHEMA = {
     "index": pl.Int32,  # 0, 1, … in order of time
@@ -370,7 +372,8 @@ def _build_steps(
     is_chosen[slice(*select) if select else slice(None)] = True
     marked_ns = dur if host_marks is None else end - host_marks["ts"].to_numpy()
     if count > 1 and is_chosen[:-1].any() and marked_ns[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
-        is_chosen[-1] = False  # the profiler stopped inside it
+        events = _count_host_events(trace, marks)
+        is_chosen[-1] = events[-1] >= MIN_WHOLE_SHARE * max(1, np.median(events[:-1]))
     if source in GUESSED_STEP_SOURCES:
         is_complete = np.zeros(count, dtype=bool)
         is_complete[without_fragments(dur >= SIMILAR_TIME * np.median(dur))] = True
@@ -378,6 +381,15 @@ def _build_steps(
     is_outlier = _find_outliers(dur, is_chosen, waits)
     table = _steps_table(marks["name"], ts, end, is_outlier, is_chosen & ~is_outlier)
     return Steps(table, source, ahead_ns, host_ns, host_marks)
+
+
+def _count_host_events(trace: Trace, marks: pl.DataFrame) -> np.ndarray:
+    """Count the host events in each mark, without other marks."""
+    times = trace.cpu.filter(pl.col("kind") != "annotation")["ts"].sort().to_numpy()
+    ts = marks["ts"].to_numpy()
+    last, first = (np.searchsorted(times, each) for each in (ts + marks["dur"].to_numpy(), ts))
+    counts: np.ndarray = last - first
+    return counts
 
 
 def _steps_table(

@@ -139,7 +139,7 @@ def _describe_host_steps(report: Report, a: Analysis, of_step: str, rules: Seque
         skipped = {rule for check in report.not_checked for rule in check.rule.split(", ")}
         done = {rule.host_check for rule in rules if rule.id not in skipped}
         checks = [check for check in get_args(HostCheck) if check and check in done]
-        parts += [f"Looked at: {', '.join(checks)}."] * bool(checks)
+        parts += [f"{t.count_noun(len(checks), 'check')} of the host found no more."] * bool(checks)
     return " ".join(filter(None, parts))
 
 

@@ -116,7 +116,7 @@ def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle} ({t.format_share(queued)} with kernels queued). "
+        f"{idle}. In {t.format_share(queued)} work waits in its queue: another process may use it. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in recording else UNFILTERED}"
     )
 

@@ -154,11 +154,7 @@ def how_to_record_more(option: str, a: Analysis) -> str:
     ranges, ask for ranges where they are missing."""
     instruction = how_to_record(option, a.trace.meta, recorder=a.rank_record is not None)
     has_ranges = tool_of(a.trace.meta) is not None and (a.trace.cpu["kind"] == "annotation").any()
-    return (
-        instruction.replace(_RANGES, "more NVTX ranges, where they are missing", 1)
-        if has_ranges
-        else instruction
-    )
+    return instruction.replace(_RANGES, "more NVTX ranges", 1) if has_ranges else instruction
 
 
 _RANGES = "NVTX ranges around the host's work"

@@ -231,7 +231,7 @@ def _marginal_in_report(
 # -- ranks side by side ---------------------------------------------------------------------------
 
 RANK_HEAD: Final = [
-    "rank", "step", "GPU busy", "exposed comm.", "idle", "comes last", "others wait",
+    "rank", "step", "GPU busy", "exposed comm.", "idle", "arrives last", "others wait",
 ]  # fmt: skip
 DEVICE_COLUMNS: Final = ("GPU busy", "idle")
 """Columns that a job without devices lacks."""

@@ -477,9 +477,9 @@ def describe_time_outside_operators(report: Report) -> list[str]:
         mean = f"{t.format_duration(part.ns / part.gaps)} on average"
         operators = [each for each in part.next_operators if each.share >= MIN_NEXT_SHARE]
         next_operators = [
-            f"{labels.clean(each.name)} {t.format_share(each.share)}" for each in operators
+            f"{t.format_share(each.share)} before {labels.clean(each.name)}" for each in operators
         ]
-        next_operators[:1] = [f"before {each}" for each in next_operators[:1]]
+        next_operators[:1] = [each.replace(" ", " of it ", 1) for each in next_operators[:1]]
         return [f"outside operators: {count} {t.format_per(report.per)}, {mean}", *next_operators]
     return []
 

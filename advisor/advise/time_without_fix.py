@@ -133,10 +133,10 @@ class _Reasons:
         the part is too small for the rules that look at it."""
         for note in self.report.notes:
             if self.is_about(note, part) or self._rule_looks(note, kind):
-                return f"{explain_note(note)} (note '{note.title}')"
+                return explain_note(note)
         for finding in self.fired:
             if self._rule_looks(finding, kind):
-                return f"the fix for '{finding.title}' gains too little"
+                return f"to {t.lower_first(t.first_clause(finding.fix))} gains too little"
         rules = [rule for rule in self.rules if kind in rule.looks_at]
         texts = (rule.fill_thresholds((rule.looks_at[kind],))[0] for rule in rules)
         result = "; ".join(dict.fromkeys(texts)) or REASONS.get(kind, NO_RULE)

@@ -218,8 +218,8 @@ def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
         return f"The file is cut off. In what is left, the GPU is busy at least {busy}{lead}."
     if is_too_small(a):
         return (
-            f"GPU busy {busy}, but {count_events(a):,} operators, calls and kernels are too few "
-            f"for advice. {record_whole_steps(a.trace.meta)}"
+            f"GPU busy {busy}, but {t.count_noun(count_events(a), 'event')} (operators, calls and "
+            f"kernels) are too few for advice. {record_whole_steps(a.trace.meta)}"
         )
     return None
 
@@ -516,6 +516,6 @@ def _name_slow_family(report: Report) -> str:
             return (
                 f"The {family} kernels ({t.format_share(share)} of kernel time) reach "
                 f"{t.format_share(rate)} of their attainable rate, which costs up to "
-                f"{t.format_share(share * (1 - rate))} of it. The trace does not show why"
+                f"{t.format_share(share * (1 - rate))} of kernel time. The trace does not show why"
             )
     return ""

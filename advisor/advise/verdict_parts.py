@@ -42,7 +42,7 @@ def name_all_steps(report: Report) -> str:
     step = report.step
     if step is None or step.varies or abs(step.mean_ns / step.ns - 1) < EQUAL_STEP_SHARE:
         return name_step(report)
-    return f"all steps' time (median {t.format_duration(step.ns)}{_name_rank(report)})"
+    return f"the time of all steps (median {t.format_duration(step.ns)}{_name_rank(report)})"
 
 
 def name_unit(report: Report) -> str:

@@ -170,8 +170,9 @@ class ExposedCommunication(Rule):
             "wire, pooling before sending, hot rows kept on each rank.",
             "code": "from torchrec.distributed.planner import EmbeddingShardingPlanner\n"
             "from torchrec.distributed.planner.types import ParameterConstraints\n"
+            "# ids_per_sample: mean number of ids of a sample in your data, by table\n"
             "constraints = {table: ParameterConstraints(pooling_factors=[ids])\n"
-            "               for table, ids in ids_per_row.items()}   # as measured\n"
+            "               for table, ids in ids_per_sample.items()}\n"
             "planner = EmbeddingShardingPlanner(constraints=constraints)\n"
             "plan = planner.collective_plan(model, sharders, dist.group.WORLD)",
         },
@@ -186,8 +187,8 @@ class ExposedCommunication(Rule):
             "references": (_ALL_TO_ALL,),
         },
         "all_to_all of attention": {
-            "fix": "Exchange the heads of a sequence-parallel attention in groups: one group is "
-            "sent while the attention of another computes. Send queries while keys and values are "
+            "fix": "Send the heads of sequence-parallel attention in groups: one group while the "
+            "attention of another computes. Send queries while keys and values are "
             "projected. Keep the group within NVLink, or use fewer sequence-parallel ranks.",
             "code": f"{NO_GRADIENT}"
             "work = dist.all_to_all_single(queries, own_queries, async_op=True)\n"

@@ -130,8 +130,8 @@ class LaunchBound(Rule):
     alternatives = "launches"
     looks_at = dict.fromkeys(
         ("dispatch", "launch", "python"),
-        "advisor suggests fewer launches only if these waits take at least {min_share:.0%} of the "
-        "time, for {min_launches} launches or more, on a GPU busy at most {max_busy:.0%}",
+        "too small for a fix, which needs {min_share:.0%} of the time in such waits, "
+        "{min_launches} launches and a GPU busy at most {max_busy:.0%}",
     )
 
     fix = (
@@ -307,8 +307,8 @@ class LaunchBound(Rule):
             graphs = f"{graphs}; {t.lower_first(remove)}"
             code = f"{waits.cures}{code}"
         elif DDP_TIMERS in others:
-            later = "first profile later steps: in its first ones DDP waits to time itself"
-            graphs = f"{graphs.removesuffix('.')}; {later}"
+            later = "Profile later steps first, as DDP adds waits to its first ones"
+            graphs = f"{later}; then {t.lower_first(graphs)}"
         if self._can_double_batch(a, gaps):
             double, code = self.case("a larger batch fits", code=code).values()
             graphs = f"{graphs.removesuffix('.')}. Or {t.lower_first(double)}"

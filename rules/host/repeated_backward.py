@@ -131,7 +131,8 @@ class RepeatedBackward(Rule):
         yield Finding(
             summary=(
                 f"{repeated.sum() / in_steps.sum():.0%} of the nodes that the backward pass runs "
-                f"are repeats: it goes through one graph several times. They take {of_step(a, ns)}."
+                f"are repeats: it goes through one graph several times. The repeats take "
+                f"{of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "nodes of the backward pass", int(in_steps.sum()), "count"),

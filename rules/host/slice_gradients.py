@@ -62,9 +62,9 @@ class SliceGradients(Rule):
         "parts of several entries."
     )
     code = (
-        "# if iterations are independent: your function on all entries of dim 1\n"
-        "loss = f(x, dims=(0, 2, 3)).mean()\n\n"
-        "# or, if they are not, instead of  for c in range(n): x_c = x[:, c]\n"
+        "# not sum(f(x[:, c]) for c in range(n)): f reduces the other dims\n"
+        "total = f(x, dim=(0, 2, 3)).sum()\n\n"
+        "# or, if one iteration needs another: not  x_c = x[:, c]  in the loop\n"
         "for x_c in x.unbind(dim=1):\n"
         "    ..."
     )

@@ -454,12 +454,18 @@ class HandwrittenOperator(Rule):
 
 def _write_title(patterns: list[Pattern], library: str) -> str:
     """Return the title. ``library``: where the operators come from, if not from the program."""
-    others = " and others" if patterns[2:] else f" and {patterns[1].name}" if patterns[1:] else ""
-    text = f"{patterns[0].name}{others}"
+    text = t.list_names(pattern.name for pattern in patterns[:MAX_TITLE_NAMES])
+    if len(patterns) > MAX_TITLE_NAMES:
+        more = t.count_noun(len(patterns) - 1, "more operator")
+        text = f"{patterns[0].name} and {more}"
     verbs = ("are", "run") if patterns[1:] else ("is", "runs")
     if library:
         return f"{t.upper_first(text)} {library} {verbs[1]} unfused"
-    return f"{t.upper_first(text)} {verbs[0]} hand-written and {verbs[1]} unfused"
+    return f"Hand-written {text} {verbs[1]} unfused"
+
+
+MAX_TITLE_NAMES = 3
+"""Maximum number of operators that a title names."""
 
 
 class _ChainSizes:

@@ -138,12 +138,12 @@ class MisalignedGemm(Rule):
 
     fix = (
         "Pad the misaligned dimensions to a multiple of 64 elements (of 8, if they are below 64). "
-        "Every layer that reads or writes such a width grows with it; the zeros do not change the "
+        "Pad every layer that reads or writes such a width; the zeros do not change the "
         "result. The batch or token dimension needs no padding."
     )
     code = (
         f"{_PADDED}\n\n"
-        "# each layer that reads or writes such a width grows with it\n"
+        "# pad each layer that reads or writes such a width\n"
         "self.first = nn.Linear(padded(width), padded(hidden))\n"
         "y = self.first(F.pad(x, (0, padded(width) - width)))[..., :hidden]"
     )

@@ -149,7 +149,7 @@ class RebuiltWeights(Rule):
         action = {
             CAST: "casts frozen weights to another type",
             NORM: "normalises weights that are not trained",
-            OPERAND: "recomputes one side of a matrix product from stored tensors",
+            OPERAND: "computes one side of a matrix product anew from the same stored tensors",
             CONSTANT: "computes this tensor from plain numbers",
         }[kind]
         operators = t.count_noun(count, "operator")

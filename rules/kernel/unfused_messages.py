@@ -99,8 +99,9 @@ class UnfusedMessages(Rule):
             summary=(
                 f"Gather, products and scatter-add of {largest.edges:,} edges between "
                 f"{largest.nodes:,} nodes take {of_step(a, ns)}. Each of "
-                f"{_count_passes(a, len(chains))} writes and reads "
-                f"{t.format_bytes(largest.bytes)} of messages {largest.tensors} times."
+                f"{_count_passes(a, len(chains))} stores "
+                f"{t.count_noun(largest.tensors, 'message tensor')} of "
+                f"{t.format_bytes(largest.bytes)} and reads them back."
             ),
             evidence=[
                 amount_per_step(a, "kernels of messages", ns),

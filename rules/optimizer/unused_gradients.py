@@ -97,7 +97,7 @@ class UnusedGradients(Rule):
         "should train. Freeze once the optimizer is made."
     )
     code = (
-        "# once the optimizer is made; of several, the parameters of all\n"
+        "# after the optimizer is made; of several, use all groups\n"
         "groups = optimizer.param_groups\n"
         'trained = {id(p) for group in groups for p in group["params"]}\n'
         "for parameter in model.parameters():\n"

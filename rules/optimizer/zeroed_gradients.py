@@ -59,7 +59,10 @@ class ZeroedGradients(Rule):
     best_remaining_share = Factor(0.0, "of it, at best", TRIED_ON_TRACES)
     worst_remaining_share = Factor(0.5, "of it, at worst", TRIED_ON_TRACES)
 
-    fix = "Free gradients instead of zeroing them. The backward pass then stores instead of adding."
+    fix = (
+        "Free gradients instead of zeroing them: zero_grad(set_to_none=True). The backward pass "
+        "then stores instead of adding."
+    )
     code = "optimizer.zero_grad(set_to_none=True)"
     verify = "Profile again: no kernels inside Optimizer.zero_grad and AccumulateGrad."
     falsified_by = "code that needs a gradient of zero where a parameter got none"

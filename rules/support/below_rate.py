@@ -97,13 +97,15 @@ class BelowRate(Rule):
         if not advice["fix"]:
             return  # what helps is done already
         change, rows = self._build_edit(a, slow, searched=any(cause.searched for cause in causes))
+        reached = float((slow["dur"] * slow["efficiency"]).sum()) / max(int(slow["dur"].sum()), 1)
         name = f", {worst['op']} {shapes_of(a, worst['inputs'])}," if self._names_costliest else ""
         if self._names_costliest:
             advice["fix"] = advice["fix"].replace("around the operator", f"around {worst['op']}")
         yield Finding(
             summary=(
                 f"Slow {self._work}{self._name_other(a, slow)} take "
-                f"{kernel_work.of_kernel_time(a, float(slow['dur'].sum()), share)}. "
+                f"{kernel_work.of_kernel_time(a, float(slow['dur'].sum()), share)}, at "
+                f"{format_share(reached)} of {self._rate}. "
                 f"The costliest{name} reaches "
                 f"{format_share(worst['efficiency'])} of {self._rate}: {reasons}."
             ),

@@ -458,10 +458,10 @@ class HostReads(Rule):
     best_remaining_launch_share = Factor(0.05, "of the launches remain, at best", TRIED_ON_TRACES)
 
     fix = (
-        "Work on whole batches instead of single items, so that one read serves them all. Replace "
-        "boolean indexing with torch.where or a multiplication with the mask, branches on tensors "
-        "with arithmetic, and lists of GPU tensors with one padded tensor. Read what the host "
-        "needs once, at the end: one read per item costs nearly as much as several. "
+        "Compute all items as one batch instead of one by one, so that one read serves all. "
+        "Replace boolean indexing with torch.where or a multiplication with the mask, branches on "
+        "tensors with arithmetic, and lists of GPU tensors with one padded tensor. Read what the "
+        "host needs once, at the end: one read per item costs nearly as much as several. "
         "torch.cuda.set_sync_debug_mode('warn') names each line."
     )
     code = (

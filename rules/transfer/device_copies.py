@@ -88,7 +88,7 @@ class DeviceCopies(Rule):
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay, and compile a larger region, "
             "so that fewer tensors cross its boundary.",
-            "code": "# buffer: each input that is copied into a graph and never moves\n"
+            "code": "# for each input of the graph that keeps its address (a buffer)\n"
             "torch._dynamo.mark_static_address(buffer)\n"
             'step = torch.compile(train_step, mode="reduce-overhead")   # copies at its ends only',
             "assumptions": ("the tensors that are copied stay at one address",),
@@ -99,7 +99,7 @@ class DeviceCopies(Rule):
             'later, the default of mode="reduce-overhead") do not copy parameters and outputs '
             "that stay at one address. Mark other inputs that stay. Collectives between the "
             "regions prevent one graph of the whole step.",
-            "code": "# buffer: each input that is copied into a graph and never moves\n"
+            "code": "# for each input of the graph that keeps its address (a buffer)\n"
             "torch._dynamo.mark_static_address(buffer)",
             "assumptions": ("the tensors that are copied stay at one address",),
             "confidence": 0.75,

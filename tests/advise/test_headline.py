@@ -154,7 +154,7 @@ def test_verdict_names_the_step_of_its_shares_and_gains(folder: Path) -> None:
     mean, median = format_duration(step.mean_ns), format_duration(step.ns)
     mean_differs = abs(step.mean_ns / step.ns - 1) >= 0.1
     assert (f"mean step of {mean}" in report.verdict) == mean_differs
-    of_all_steps = f"all steps' time (median {median})" in report.verdict
+    of_all_steps = f"the time of all steps (median {median})" in report.verdict
     assert mean_differs or of_all_steps or f"{median} step" in report.verdict
     assert not of_all_steps or format_duration(step.mean_ns) != median
     assert not (mean_differs and "median" in report.verdict.replace("twice the median", ""))
@@ -497,7 +497,7 @@ def test_unexplained_idle_time_with_queued_work_is_separate(
 ) -> None:
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
-    assert "idles for 49% of the step (32% with kernels queued)." in report.verdict
+    assert "idles for 49% of the step. In 32% work waits in its queue: another" in report.verdict
     assert "Record stacks on an unshared GPU." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what
@@ -745,7 +745,7 @@ def test_healthy_cpu_run_lists_time_shares_and_checks(
     found = "The program trains on the CPU. No fix with a large gain was found in its 10 ms step."
     assert report.verdict.startswith(found)
     assert "mostly aten::mm (100% of operators' time)" in report.verdict
-    assert "Looked at: loading data, the loop's own code" in report.verdict
+    assert " checks of the host found no more." in report.verdict
     assert "GPU" not in report.verdict
 
 

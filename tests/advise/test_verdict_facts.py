@@ -51,7 +51,7 @@ def test_large_share_of_slow_steps_and_pauses_is_in_the_verdict(report: Report) 
     if slow is not None and slow.share >= MIN_SLOW_SHARE:
         share = format_share(slow.share)
         assert re.search(rf"twice the median and takes? {share} of the time\.", report.verdict)
-        assert not re.search(r"Looked at: [^.]*slow steps", report.verdict)
+        assert "found no more" not in report.verdict
     recorded = report.recorded
     if recorded is None or not recorded.outside_share or report.findings:
         return
@@ -64,9 +64,8 @@ def test_verdict_without_a_fix_says_so(report: Report) -> None:
     if not report.findings:
         assert re.search(r"Nothing (else )?to fix was found", report.verdict)
     for phase in report.recorded.phases:
-        checked = f"Looked at: [^.]*{host_label(phase.name)}"
         if phase.name == "data" and phase.share >= MIN_WAITING_SHARE:
-            assert not re.search(checked, report.verdict)
+            assert "found no more" not in report.verdict
             assert f"oading data takes {format_share(phase.share)}" in report.verdict
 
 
@@ -111,7 +110,7 @@ def test_slow_steps_are_named_with_their_phase(tmp_path: Path, phase: str) -> No
     assert f"Most of their extra time is in {phase} (100%)." in verdict
     assert "Record again on an idle machine" in verdict
     assert "Nothing else to fix was found in its mean step of 14.8 ms." in verdict
-    assert "own computation" not in verdict and "Looked at" not in verdict
+    assert "own computation" not in verdict and "found no more" not in verdict
 
 
 def test_few_slow_steps_are_not_named(tmp_path: Path) -> None:

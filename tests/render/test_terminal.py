@@ -553,7 +553,7 @@ def test_rank_columns_without_values_are_left_out(
     assert re.search(r"^ +1 +401 ms +80% +20 ms +70 ms +5% +1 ms$", text, re.MULTILINE)
     text = section(REPORTS.render("terminal", report(1, ranks=ranks(2, aligned=False))), "Ranks")
     assert re.search(r"^ +1 +401 ms$", text, re.MULTILINE)
-    assert "comes last" not in text
+    assert "arrives last" not in text
     assert "Skew is not measured" in text
 
 

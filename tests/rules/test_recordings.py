@@ -435,7 +435,7 @@ def test_waits_of_a_library_or_of_a_measurement_are_not_reported(name: str, says
     finding = next(f for f in report.findings if f.rule == "launch-bound")
     assert says in finding.fix
     assert "remove" not in finding.fix and "profile.py" not in finding.fix
-    early = "first profile later steps: in its first ones DDP" in finding.fix.partition(". ")[0]
+    early = "Profile later steps first, as DDP adds waits" in finding.fix.partition(". ")[0]
     assert early == ("DDP" in says)
 
 

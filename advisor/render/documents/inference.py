@@ -16,8 +16,9 @@ MAX_NAME: Final = 40
 COLUMN_TITLES: Final = (
     "phase", "steps", "batch", "tokens", "step", "per token", "tokens/s", "busy", "limit",
 )  # fmt: skip
-LIMIT: Final = "limit: what takes most of a step. host: the GPU waits for it."
-LIMIT_SHARE: Final = "limit: what takes most of a step, and its share. host: the GPU waits for it."
+LIMIT: Final = "limit: what takes most of a step"
+LIMIT_SHARE: Final = f"{LIMIT}, and its share"
+HOST_LIMIT: Final = "; host: waiting for the CPU"
 """Legends of the last column, without shares and with them: one line of a terminal each."""
 OPTIONAL_TITLES: Final = ("tokens/s", "tokens")
 """Columns that a terminal leaves out first if they do not fit."""
@@ -39,7 +40,9 @@ def sections(report: Report) -> Iterator[Block]:
     table = _build_table([build_row(phase) for phase in inference.phases])
     has_limit = any(phase.limit for phase in inference.phases)
     has_share = any(phase.limit and not phase.limit_inferred for phase in inference.phases)
-    legend = [Paragraph(LIMIT_SHARE if has_share else LIMIT, "soft")] if has_limit else []
+    host = HOST_LIMIT * any(phase.limit == "host" for phase in inference.phases)
+    text = f"{LIMIT_SHARE if has_share else LIMIT}{host}."
+    legend = [Paragraph(text, "soft")] if has_limit else []
     rows = [
         TextField(label, parts, detail=detail, spare=_SPARE.get(label, 0))
         for label, parts, detail in describe_lines(inference)

@@ -116,7 +116,14 @@ def _describe_links(report: Report) -> Iterator[str]:
             continue
         name = f" of {axis.link_name}" if axis.link_name else ""
         share = t.format_share(axis.bus_gb_per_s / axis.link_gb_per_s)
-        yield f"{where}, {reached}: {share} of {t.format_number(axis.link_gb_per_s)} GB/s{name}."
+        text = f"{where}, {reached}: {share} of {t.format_number(axis.link_gb_per_s)} GB/s{name}."
+        if (axis.link_name or "").startswith("NVLink") and axis.bus_gb_per_s < _MAX_PCIE_GB_PER_S:
+            text += " It may run over PCIe: see nvidia-smi topo -m."
+        yield text
+
+
+_MAX_PCIE_GB_PER_S: Final = 26.0
+"""Bus bandwidth that PCIe 4.0 x16 can reach, GB/s: about 80% of its 32 GB/s."""
 
 
 def _list_mesh_notes(report: Report) -> Iterator[str]:

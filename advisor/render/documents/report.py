@@ -153,7 +153,7 @@ def _build_ranks(report: Report) -> Iterator[d.Block]:
         notes += [d.Paragraph(table.note, "soft", spare=1)] if table.note else []
         per = "per profiled step" if differs else t.format_per(report.per)
         aside = f"{table.total} recorded, times {per}"
-        aside += "; comes last: share of collectives" * ("comes last" in table.head)
+        aside += "; arrives last: share of collectives" * ("arrives last" in table.head)
         yield d.Section("Ranks", [shown, *notes], aside)
     if report.ranks is not None:
         from advisor.render.documents.ranks import sections

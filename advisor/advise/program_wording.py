@@ -32,7 +32,7 @@ def for_program(rule: Rule, a: Analysis) -> Rule:
     meta = a.trace.meta
     trains = not (rule.inference and a.forward_only)
     engine = a.engine
-    marks = () if a.passes is None else a.passes.marks
+    marks = () if a.inference_steps is None else a.inference_steps.marks
     if engine == TRANSFORMERS and all(mark.phase == FORWARD for mark in marks):
         engine = None  # its switches belong to generate(), and an encoder has no cache
     return rule.for_program(

@@ -40,7 +40,7 @@ from advisor.measure.host.layers import report_layers
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import op_table, range_table
 from advisor.measure.host.operators import list_attainable_rates, rooflines
-from advisor.measure.inference.passes import TRAINING_ROWS
+from advisor.measure.inference.inference_steps import TRAINING_ROWS
 from advisor.measure.memory.trace_memory import measure_held
 from advisor.measure.steps.steps import recorded_extent
 

@@ -34,7 +34,7 @@ from advisor.core.report import Report
 from advisor.core.run_directory import is_run
 from advisor.core.trace import Run
 from advisor.measure import Analysis
-from advisor.measure.inference.passes import TRAINING_ROWS
+from advisor.measure.inference.inference_steps import TRAINING_ROWS
 from advisor.replay import predictions
 from advisor.replay.estimators import REPLAY
 

@@ -56,7 +56,11 @@ from advisor.measure.host.unused_gradients import (
     unused_gradient_work,
 )
 from advisor.measure.inference.graphs import count_missing_records
-from advisor.measure.inference.passes import find_engine, find_passes, with_attention
+from advisor.measure.inference.inference_steps import (
+    find_engine,
+    find_inference_steps,
+    with_attention,
+)
 from advisor.measure.inference.phases import measure_inference
 from advisor.measure.memory.peak_memory import peak_memories
 from advisor.measure.memory.trace_memory import (
@@ -81,7 +85,7 @@ if TYPE_CHECKING:
     from advisor.core.run_directory import RankRecord
     from advisor.core.snapshot import MemorySnapshot
     from advisor.core.trace import Device, Trace
-    from advisor.measure.inference.passes import ForwardPasses
+    from advisor.measure.inference.inference_steps import InferenceSteps
     from advisor.measure.memory.peak_memory import PeakMemory
     from advisor.measure.steps.steps import Steps
 
@@ -214,10 +218,10 @@ class Analysis:
         return find_steps(self.trace, self.selection)
 
     @_Measurement
-    def passes(self) -> ForwardPasses | None:
-        """Steps of inference (``inference/passes.py``), or ``None`` if the program trains or
+    def inference_steps(self) -> InferenceSteps | None:
+        """Steps of inference (``inference_steps.py``), or ``None`` if the program trains or
         nothing marks them."""
-        return find_passes(self.trace)
+        return find_inference_steps(self.trace)
 
     inference = _Measurement(measure_inference)
     """Steps of inference by phase, or ``None`` if there are no such steps."""
@@ -226,7 +230,7 @@ class Analysis:
     def engine(self) -> str | None:
         """Inference engine of the program, from its marks or its frames. ``None`` if the program
         trains, or neither is recorded."""
-        return find_engine(self.trace, self.passes)
+        return find_engine(self.trace, self.inference_steps)
 
     @property
     def spans(self) -> Intervals:

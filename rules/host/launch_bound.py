@@ -320,8 +320,10 @@ class LaunchBound(Rule):
     def _can_double_batch(self, a: Analysis, gaps: LaunchGaps) -> bool:
         """Return whether twice the batch fits into memory and idle time, and can be chosen. In a
         server or a generating model, requests determine the batch."""
-        memory, passes = a.memory, a.passes
-        is_served = passes is not None and any(mark.phase != FORWARD for mark in passes.marks)
+        memory, inference_steps = a.memory, a.inference_steps
+        is_served = inference_steps is not None and any(
+            mark.phase != FORWARD for mark in inference_steps.marks
+        )
         if is_served or gaps.graph_launches or memory.is_empty():
             return False
         used, capacity = (memory[name].to_numpy() for name in ("peak_reserved", "capacity"))

@@ -57,10 +57,10 @@ class EngineIdleBetweenSteps(Rule):
     references = (VLLM_TUNING.address, SGLANG_ARGUMENTS.address)
 
     def check(self, a: Analysis) -> Outcomes:
-        passes = a.passes
-        if a.device_id is None or passes is None or passes.engine is None:
+        inference_steps = a.inference_steps
+        if a.device_id is None or inference_steps is None or inference_steps.engine is None:
             return
-        if len(passes.marks) < self.min_steps:
+        if len(inference_steps.marks) < self.min_steps:
             return
         gaps = a.gaps
         ts = gaps["ts"].to_numpy()
@@ -75,7 +75,9 @@ class EngineIdleBetweenSteps(Rule):
             evidence=[
                 amount_per_step(a, "idle between steps", idle),
                 self.compare("idle between steps, share", share, "min_share", per=a.per),
-                self.compare("steps of the engine", len(passes.marks), "min_steps", "count"),
+                self.compare(
+                    "steps of the engine", len(inference_steps.marks), "min_steps", "count"
+                ),
             ],
             edits=[Edit(op="remove", select=Select(on="gap", at="between_steps"))],
         )
@@ -92,7 +94,7 @@ class EngineIdleBetweenSteps(Rule):
             "it schedules ahead": (_build_engine(8, host=20), "min_share"),
             "it waits for requests": (_build_engine(8, host=9000), "not idle"),
             "two steps": (_build_engine(2, host=500), "min_steps"),
-            "no engine": (train, "passes is None"),
+            "no engine": (train, "inference_steps is None"),
         }
 
 

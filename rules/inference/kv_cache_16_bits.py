@@ -10,7 +10,7 @@ from advisor.core.finding import Finding, Outcomes, Select
 from advisor.core.rule import Factor, FrameworkAdvice, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import DECODE
-from advisor.measure.inference.passes import NARROW, read_heads
+from advisor.measure.inference.inference_steps import NARROW, read_heads
 from advisor.rules.support.citations import CHOSEN, TENSORBOARD
 from advisor.rules.support.common import amount_per_step, of_step, scale_edit
 from advisor.rules.support.framework_advice import SGLANG_KV, VLLM_KV
@@ -53,13 +53,15 @@ class KvCache16Bits(Rule):
     references = (VLLM_KV.address, SGLANG_KV.address)
 
     def check(self, a: Analysis) -> Outcomes:
-        passes, hardware = a.passes, a.hardware
-        if passes is None or hardware is None:
+        inference_steps, hardware = a.inference_steps, a.hardware
+        if inference_steps is None or hardware is None:
             return
-        is_decode = np.array([mark.phase == DECODE for mark in passes.marks] + [False])
+        is_decode = np.array([mark.phase == DECODE for mark in inference_steps.marks] + [False])
         kernels, gpu = a.kernels, a.trace.gpu
         is_attention = (kernels["family"] == "attention") & kernels["moved"].is_not_null()
-        rows = np.flatnonzero(is_attention.fill_null(False).to_numpy() & is_decode[passes.owner])
+        rows = np.flatnonzero(
+            is_attention.fill_null(False).to_numpy() & is_decode[inference_steps.owner]
+        )
         names = gpu["name"].gather(rows).cast(pl.String).to_list()
         ops = kernels["op_row"].gather(rows).to_list()
         is_wide = [

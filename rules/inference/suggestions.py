@@ -179,7 +179,11 @@ class PrefixCacheUnused(_Suggestion):
     falsified_by = "prompts that have nothing in common"
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
-        marks = [] if a.passes is None else [m for m in a.passes.marks if m.prefill is not None]
+        marks = (
+            []
+            if a.inference_steps is None
+            else [m for m in a.inference_steps.marks if m.prefill is not None]
+        )
         prompts = sum(m.requests or 0 for m in marks if m.phase == PREFILL)
         if prompts < self.min_prompts:
             return
@@ -340,14 +344,14 @@ class SlowDecodeAttention(_Suggestion):
 
     def find_occasion(self, a: Analysis, inference: InferenceByPhase, phases: Phases) -> Occasions:
         decode = phases.get(DECODE)
-        if decode is None or not decode.roles or a.passes is None or a.hardware is None:
+        if decode is None or not decode.roles or a.inference_steps is None or a.hardware is None:
             return
         share = decode.roles.get("attention", 0.0) / sum(decode.roles.values())
         if share < self.min_share:
             return
-        is_decode = np.array([*(mark.phase == DECODE for mark in a.passes.marks), False])
+        is_decode = np.array([*(mark.phase == DECODE for mark in a.inference_steps.marks), False])
         is_attention = (a.kernels["family"] == "attention") & a.kernels["moved"].is_not_null()
-        rows = is_decode[a.passes.owner] & is_attention.fill_null(False).to_numpy()
+        rows = is_decode[a.inference_steps.owner] & is_attention.fill_null(False).to_numpy()
         ns = float(a.trace.gpu["dur"].to_numpy()[rows].sum())
         if not ns:
             return

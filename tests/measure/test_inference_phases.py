@@ -22,7 +22,7 @@ from advisor.core.report_inference import InferenceByPhase
 from advisor.measure import Analysis
 from advisor.measure.inference.annotations import StepMark, Sums, parse_mark
 from advisor.measure.inference.graphs import attach_capture, count_missing_records
-from advisor.measure.inference.passes import Heads, attention_cost
+from advisor.measure.inference.inference_steps import Heads, attention_cost
 from advisor.measure.inference.phases import measure_inference
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
@@ -203,9 +203,9 @@ def test_truncated_last_pass_is_left_out() -> None:
         for _ in range(10 if number < 3 else 0):
             with b.op("aten::mm", [[2, 64], [64, 64]], host_us=100):
                 pass
-    passes = b.analysis().passes
-    assert passes is not None and passes.source == "vocabulary look-ups"
-    assert passes.table.height == 3
+    inference_steps = b.analysis().inference_steps
+    assert inference_steps is not None and inference_steps.source == "vocabulary look-ups"
+    assert inference_steps.table.height == 3
 
 
 # -- graphs ------------------------------------------------------------------------------------

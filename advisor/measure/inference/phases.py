@@ -19,7 +19,7 @@ from advisor.measure.inference.graphs import find_replays
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
-    from advisor.measure.inference.passes import ForwardPasses
+    from advisor.measure.inference.inference_steps import InferenceSteps
 
 MIN_P90, MIN_P99 = 10, 100
 """Minimum number of durations at which these percentiles say more than the longest one."""
@@ -37,22 +37,22 @@ MOVING = (
 
 
 def measure_inference(a: Analysis) -> InferenceByPhase | None:
-    """Measure ``Report.inference``: the passes that begin in the used steps."""
-    passes = a.passes
-    if passes is None:
+    """Measure ``Report.inference``: the steps of inference that begin in the used steps."""
+    inference_steps = a.inference_steps
+    if inference_steps is None:
         return None
-    start, end = passes.pass_intervals
+    start, end = inference_steps.step_intervals
     used = np.flatnonzero(covered_length(start, start + 1, a.spans) > 0)
     if not len(used):
         return None
     is_complete = not a.lost_records.reported
-    labels = [_phase_label(passes, index) for index in used.tolist()]
-    kernels = None if a.device_id is None else _Kernels(a, passes)
+    labels = [_phase_label(inference_steps, index) for index in used.tolist()]
+    kernels = None if a.device_id is None else _Kernels(a, inference_steps)
     rows_of_phase = {label: used[[name == label for name in labels]] for label in labels}
     host_share = _estimate_host_share(a)
     phases = [
         _summarize_phase(
-            label, rows, passes, kernels, is_complete=is_complete, host_share=host_share
+            label, rows, inference_steps, kernels, is_complete=is_complete, host_share=host_share
         )
         for label, rows in rows_of_phase.items()
     ]
@@ -60,18 +60,18 @@ def measure_inference(a: Analysis) -> InferenceByPhase | None:
     order = used[np.argsort(start[used], kind="stable")]
     gaps = np.maximum(start[order][1:] - end[order][:-1], 0)
     span = float(end[order].max() - start[order][0])
-    outputs = [passes.marks[index].outputs for index in order.tolist()]
+    outputs = [inference_steps.marks[index].outputs for index in order.tolist()]
     known_outputs = [tokens for tokens in outputs if tokens is not None]
     return InferenceByPhase(
         engine=a.engine,
-        source=passes.source,
+        source=inference_steps.source,
         phases=phases,
         between=_find_quantiles(gaps) if gaps.any() else None,
         between_share=float(gaps.sum()) / span if len(gaps) and span else None,
         output_tokens_per_s=sum(known_outputs) / span * 1e9
         if len(known_outputs) == len(order) and span
         else None,
-        graphs=_summarize_graphs(a, passes, used),
+        graphs=_summarize_graphs(a, inference_steps, used),
     )
 
 
@@ -83,9 +83,9 @@ def _estimate_host_share(a: Analysis) -> float:
     return min(1.0, (1.0 / busy_share - 1.0) * a.breakdown.busy.total / idle)
 
 
-def _phase_label(passes: ForwardPasses, index: int) -> str:
-    phase = passes.marks[index].phase
-    return str(passes.table["name"][index]) if phase == FORWARD else phase
+def _phase_label(inference_steps: InferenceSteps, index: int) -> str:
+    phase = inference_steps.marks[index].phase
+    return str(inference_steps.table["name"][index]) if phase == FORWARD else phase
 
 
 def _find_quantiles(ns: Ints) -> Quantiles:
@@ -107,7 +107,7 @@ def _mean_if_complete(values: list[int | None]) -> float | None:
 def _summarize_phase(
     label: str,
     rows: Ints,
-    passes: ForwardPasses,
+    inference_steps: InferenceSteps,
     kernels: _Kernels | None,
     *,
     is_complete: bool,
@@ -115,10 +115,10 @@ def _summarize_phase(
 ) -> InferencePhase:
     """Summarise one phase. ``whole`` says that the records of the device are complete. ``host`` is
     the share of the host's time that the run's own steps have."""
-    start, end = (times[rows] for times in passes.pass_intervals)
+    start, end = (times[rows] for times in inference_steps.step_intervals)
     dur = end - start
     total = float(dur.sum())
-    marks = [passes.marks[index] for index in rows.tolist()]
+    marks = [inference_steps.marks[index] for index in rows.tolist()]
     tokens = _mean_if_complete([mark.tokens for mark in marks])
     sums = None if kernels is None or not is_complete else kernels.sums(rows, start, end)
     limits = {} if sums is None else {**sums.limits, "host": host_share * sums.limits["host"]}
@@ -172,11 +172,11 @@ class _Sums(NamedTuple):
 
 
 class _Kernels:
-    """Device work of passes: the limit of each piece, and its attainable time."""
+    """Device work of steps: the limit of each piece, and its attainable time."""
 
-    def __init__(self, a: Analysis, passes: ForwardPasses) -> None:
+    def __init__(self, a: Analysis, inference_steps: InferenceSteps) -> None:
         gpu, measured = a.trace.gpu, a.kernels
-        self.owner = passes.owner
+        self.owner = inference_steps.owner
         self.dur = gpu["dur"].to_numpy().astype(np.float64)
         self.busy = intervals_of(gpu, (gpu["device"] == a.device_id).to_numpy())
         self.role = find_roles(a)
@@ -199,7 +199,9 @@ class _Kernels:
         self.floor = np.where(self.known, np.minimum(floor, self.dur), self.dur)
         self.kernel = (gpu["kind"] == "kernel").to_numpy() & ~self.communication
         is_moving = family.is_in(MOVING).to_numpy() | ~is_matrix & (moved > 0)
-        reuse = [np.inf if mark.tokens is None else float(mark.tokens) for mark in passes.marks]
+        reuse = [
+            np.inf if mark.tokens is None else float(mark.tokens) for mark in inference_steps.marks
+        ]
         tokens = np.array([*reuse, np.inf])  # tokens that may share one read of a weight
         ridge = np.nan if limits.memory is None else rate[dtype] / limits.memory.rate
         reads_limit = FP4_FLOPS_PER_BYTE * tokens[self.owner] < ridge
@@ -208,7 +210,7 @@ class _Kernels:
         self.bound = np.where(self.communication, 3, limit_code)
 
     def sums(self, rows: Ints, start: Ints, end: Ints) -> _Sums:
-        """Sum the work of the passes ``rows``, which take the time [start, end)."""
+        """Sum the work of the steps ``rows``, which take the time [start, end)."""
         busy_each = covered_length(start, end, self.busy)
         owned = np.isin(self.owner, rows)
         work_ns = [float(self.dur[owned & (self.bound == code)].sum()) for code in range(4)]
@@ -232,12 +234,16 @@ class _Kernels:
         )
 
 
-def _summarize_graphs(a: Analysis, passes: ForwardPasses, used: Ints) -> GraphReplays | None:
+def _summarize_graphs(
+    a: Analysis, inference_steps: InferenceSteps, used: Ints
+) -> GraphReplays | None:
     replays = find_replays(a.trace)
     if not replays:
         return None
     rows = np.concatenate([replay.rows for replay in replays])
-    is_used = np.isin(passes.owner[[graph.rows[0] for graph in replays if len(graph.rows)]], used)
+    is_used = np.isin(
+        inference_steps.owner[[graph.rows[0] for graph in replays if len(graph.rows)]], used
+    )
     return GraphReplays(
         launches=len(replays),
         kernels=len(rows),

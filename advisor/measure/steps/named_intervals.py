@@ -25,7 +25,7 @@ from advisor.measure.host.stacks import (
     outermost_rows,
     parent_rows,
 )
-from advisor.measure.inference.passes import ENGINE
+from advisor.measure.inference.inference_steps import ENGINE
 
 REGION = r"^Torch-Compiled Region"
 """Complete execution of a function that torch.compile rewrote: graph, bytecode, and the calls of
@@ -140,10 +140,12 @@ def graph_entries(a: Analysis) -> Intervals:
 def between_steps(a: Analysis) -> Intervals:
     """Return intervals from an engine step's last device work to the next step's first. Pauses
     longer than half a period are excluded, because then the engine waits for requests."""
-    passes = a.passes
-    if passes is None or passes.source != ENGINE:
+    inference_steps = a.inference_steps
+    if inference_steps is None or inference_steps.source != ENGINE:
         return EMPTY
-    first, last = (passes.table[name].drop_nulls().sort().to_numpy() for name in ("first", "last"))
+    first, last = (
+        inference_steps.table[name].drop_nulls().sort().to_numpy() for name in ("first", "last")
+    )
     if len(first) < 2:
         return EMPTY
     start, end = np.maximum.accumulate(last)[:-1], first[1:]

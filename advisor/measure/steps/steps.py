@@ -25,7 +25,12 @@ from advisor.measure.host.launches import (
     launched_before_recording,
 )
 from advisor.measure.host.names import OPTIMIZER_STEP, name_matches
-from advisor.measure.inference.passes import ENGINE, ForwardPasses, find_passes, has_training_rows
+from advisor.measure.inference.inference_steps import (
+    ENGINE,
+    InferenceSteps,
+    find_inference_steps,
+    has_training_rows,
+)
 from advisor.measure.steps.unmarked_steps import SIMILAR_TIME, find_repeats, without_fragments
 
 if TYPE_CHECKING:
@@ -166,7 +171,7 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
     3. ProfilerStep ranges.
     4. The recorder's ``advisor::step`` ranges.
     5. The period of ``Optimizer.step``.
-    6. The calls of a model that only infers (``inference/passes.py``).
+    6. The calls of a model that only infers (``inference/inference_steps.py``).
     7. In formats without marks of their own, the range or the sequence of device work that repeats
        (``unmarked_steps.py``).
     8. The whole trace.
@@ -181,9 +186,9 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
         return _build_steps(trace, *_find_named_steps(trace, trace.meta.step_ranges), select)
     if trace.meta.layer_times:
         return _build_layer_times_step(trace)
-    passes = find_passes(trace)
-    if passes is not None and passes.source == ENGINE:
-        return _steps_of_passes(passes, select)
+    inference_steps = find_inference_steps(trace)
+    if inference_steps is not None and inference_steps.source == ENGINE:
+        return _steps_of_inference(inference_steps, select)
     for source, pattern in (
         ("ProfilerStep", trace.meta.step_names),
         ("recorder", r"^advisor::step\b"),
@@ -207,8 +212,8 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
             }
         )
         return _build_steps(trace, marks, "optimizer", select)
-    if passes is not None and passes.loop:
-        return _steps_of_passes(passes, select)
+    if inference_steps is not None and inference_steps.loop:
+        return _steps_of_inference(inference_steps, select)
     if trace.meta.format != KINETO:
         repeated = find_repeats(trace)
         if repeated is not None:
@@ -401,12 +406,14 @@ def _steps_table(
     return pl.DataFrame(columns | flags, schema_overrides=STEPS_SCHEMA)
 
 
-def _steps_of_passes(passes: ForwardPasses, select: tuple[int | None, int | None] | None) -> Steps:
+def _steps_of_inference(
+    inference_steps: InferenceSteps, select: tuple[int | None, int | None] | None
+) -> Steps:
     """Build steps of inference, each with the time to the next one. No step is an outlier, because
     a prompt takes longer than a token. Calls outside the loop are not steps."""
-    rows = np.flatnonzero(passes.in_loop)
-    table = passes.table[rows]
-    ts, end = (times[rows] for times in passes.pass_intervals)
+    rows = np.flatnonzero(inference_steps.in_loop)
+    table = inference_steps.table[rows]
+    ts, end = (times[rows] for times in inference_steps.step_intervals)
     host = table.select("ts", "end", dur=pl.col("end") - pl.col("ts"))
     if len(ts) > 1:
         is_near = ts[1:] - end[:-1] <= 0.5 * np.median(np.diff(ts))
@@ -417,9 +424,9 @@ def _steps_of_passes(passes: ForwardPasses, select: tuple[int | None, int | None
     ahead = None if table["ahead"].null_count() else float(table["ahead"].median() or 0)  # type: ignore[arg-type]
     runs_ahead = ahead is not None and ahead >= AHEAD_SHARE * float(np.median(end - ts))
     if not runs_ahead:
-        return Steps(steps, passes.source)
+        return Steps(steps, inference_steps.source)
     host_period = float(np.diff(host["ts"]).mean()) if len(ts) > 1 else float(host["dur"][0])
-    return Steps(steps, passes.source, ahead, host_period, host)
+    return Steps(steps, inference_steps.source, ahead, host_period, host)
 
 
 def _find_last_device_end(trace: Trace, start: int, end: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Forward passes of a model that is not trained, with their device work: an engine's steps, else
+"""Steps of inference, forward passes of a model, with their device work: an engine's steps, else
 calls of the outermost module, else the time between two look-ups in the vocabulary.
 
 Attention: with q new tokens of a request that attends to k tokens, causal, the i-th new token
@@ -48,7 +48,7 @@ ENGINE, MODULES, STEPS, LOOKUPS = "engine", "module calls", "ProfilerStep", "voc
 MIN_CALLS = 3
 """Minimum number of calls of one model, or look-ups in the vocabulary, that make a loop."""
 MIN_OPS_SHARE = 0.5
-"""Minimum share of the operators of the median pass in a last pass that is not cut off."""
+"""Minimum share of the operators of the median step in a last step that is not cut off."""
 MAX_INSTANCES = 2
 """Maximum number of modules of the outermost class that takes most time: more modules are layers of
 a model that is called piece by piece."""
@@ -63,19 +63,19 @@ no evidence: a transposed convolution runs kernels that are named after a gradie
 
 
 @dataclass(frozen=True)
-class ForwardPasses:
-    """Forward passes. ``table``, in order of time: ``name``, ``ts``, ``end`` (ns, on the host);
-    ``first``, ``last`` (ns, of the device work that the pass launched; null if none), ``ahead`` (ns
+class InferenceSteps:
+    """Steps of inference. ``table``, in order of time: ``name``, ``ts``, ``end`` (ns, on the host);
+    ``first``, ``last`` (ns, of the device work that the step launched; null if none), ``ahead`` (ns
     that its first work waited for other work; null if none)."""
 
     table: pl.DataFrame
     marks: list[StepMark]
-    """Phase, requests and tokens of each pass, if known."""
+    """Phase, requests and tokens of each step, if known."""
     source: str
-    """Source of the passes: ``engine``, ``module calls``, ``ProfilerStep`` or ``vocabulary
+    """Source of the steps: ``engine``, ``module calls``, ``ProfilerStep`` or ``vocabulary
     look-ups``."""
     owner: Ints
-    """Pass that launched each piece of work, aligned with ``trace.gpu``, or -1."""
+    """Step that launched each piece of work, aligned with ``trace.gpu``, or -1."""
 
     @property
     def engine(self) -> str | None:
@@ -84,7 +84,7 @@ class ForwardPasses:
 
     @property
     def in_loop(self) -> NDArray[np.bool_]:
-        """Whether each pass is a step of the loop: all passes of an engine, else the calls of the
+        """Whether each step is one of the loop: all steps of an engine, else the calls of the
         model that is called most often."""
         names = self.table["name"]
         if self.source == ENGINE or names.n_unique() == 1:
@@ -93,12 +93,12 @@ class ForwardPasses:
 
     @property
     def loop(self) -> bool:
-        """Whether the passes are the loop of the program, which calls the same model repeatedly."""
+        """Whether the steps are the loop of the program, which calls the same model repeatedly."""
         return int(self.in_loop.sum()) >= MIN_CALLS
 
     @cached_property
-    def pass_intervals(self) -> tuple[Ints, Ints]:
-        """Start and end of each pass, ns: of its device work, or from the host's start if the
+    def step_intervals(self) -> tuple[Ints, Ints]:
+        """Start and end of each step, ns: of its device work, or from the host's start if the
         device waited for it. Without device work, the host's start and end."""
         table = self.table
         first = table["first"].fill_null(table["ts"])
@@ -107,7 +107,7 @@ class ForwardPasses:
         start = table["ts"].zip_with(~is_ahead & (table["ts"] < first), first)
         previous_end = last.shift(1).fill_null(
             start
-        )  # the device may still have been busy with another pass
+        )  # the device may still have been busy with another step
         start = start.zip_with(previous_end <= start, pl.Series(np.minimum(previous_end, first)))
         return start.to_numpy(), last.to_numpy()
 
@@ -128,17 +128,17 @@ FRAMES = (
 """Engine -> pattern of frames of its code; the first match counts."""
 
 
-def find_engine(trace: Trace, passes: ForwardPasses | None) -> str | None:
+def find_engine(trace: Trace, inference_steps: InferenceSteps | None) -> str | None:
     """Find the engine by its marks, else by frames if nothing trains. ``None`` if unknown."""
-    if passes is None or passes.engine:
-        return None if passes is None else passes.engine
+    if inference_steps is None or inference_steps.engine:
+        return None if inference_steps is None else inference_steps.engine
     cpu = trace.cpu
     frames = cpu.filter(cpu["kind"] == "python")["name"]
     return next((name for name, code in FRAMES if name_matches(frames, code).any()), None)
 
 
-def find_passes(trace: Trace) -> ForwardPasses | None:
-    """Find the passes, or return ``None`` if nothing marks them, or the model is trained."""
+def find_inference_steps(trace: Trace) -> InferenceSteps | None:
+    """Find the steps, or return ``None`` if nothing marks them, or the model is trained."""
     rows, marks = engine_marks(trace)
     source = ENGINE
     if marks and all(mark.phase == IMAGE for mark in marks):
@@ -149,7 +149,7 @@ def find_passes(trace: Trace) -> ForwardPasses | None:
             return None
         rows, source = _module_calls(trace), MODULES
         if rows.is_empty():
-            rows, source = _find_lookup_passes(trace)
+            rows, source = _find_lookup_steps(trace)
         if rows.is_empty():
             return None
         marks = [StepMark(None, FORWARD)] * rows.height
@@ -158,7 +158,7 @@ def find_passes(trace: Trace) -> ForwardPasses | None:
     return _add_work(trace, rows, marks, source)
 
 
-# -- where a pass begins and ends ------------------------------------------------------------------
+# -- where a step begins and ends ------------------------------------------------------------------
 
 
 def _module_calls(trace: Trace) -> pl.DataFrame:
@@ -215,9 +215,9 @@ def _read_lookup(trace: Trace, row: int) -> _Lookup | None:
     return _Lookup(weight.shape[0], indices.shape)
 
 
-def _find_lookup_passes(trace: Trace) -> tuple[pl.DataFrame, str]:
+def _find_lookup_steps(trace: Trace) -> tuple[pl.DataFrame, str]:
     """Find the marked steps if each contains one look-up, else the times between two look-ups. The
-    pass after the last look-up is left out if it is cut off."""
+    step after the last look-up is left out if it is cut off."""
     rows, _ = _find_lookups(trace)
     if rows.height < MIN_CALLS:
         return pl.DataFrame(schema={"name": pl.String, "ts": pl.Int64, "dur": pl.Int64}), LOOKUPS
@@ -226,7 +226,7 @@ def _find_lookup_passes(trace: Trace) -> tuple[pl.DataFrame, str]:
     steps = main_rows.filter((pl.col("kind") != "python") & is_marked).sort("ts")
     start = steps["ts"].to_numpy()
     end = start + steps["dur"].to_numpy()
-    step_index = _find_pass(rows["ts"].to_numpy(), start, end) if steps.height else start
+    step_index = _find_step(rows["ts"].to_numpy(), start, end) if steps.height else start
     if steps.height and step_index.tolist() == list(range(steps.height)):
         return steps.select(pl.lit("pass").alias("name"), "ts", "dur"), STEPS
     ops = main_rows.filter(pl.col("kind") == "op")
@@ -238,25 +238,25 @@ def _find_lookup_passes(trace: Trace) -> tuple[pl.DataFrame, str]:
     return rows.select(pl.lit("pass").alias("name"), "ts", dur=ends - rows["ts"]), LOOKUPS
 
 
-# -- passes from shapes --------------------------------------------------------------------
+# -- steps from shapes ---------------------------------------------------------------------
 
 
 def _infer_from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[StepMark]) -> list[StepMark]:
-    """Infer phase, requests and tokens of passes from shapes of look-ups and attention. A sequence
+    """Infer phase, requests and tokens of steps from shapes of look-ups and attention. A sequence
     with one new token decodes. If none does, longer ones are prompts if attention is causal."""
     start = rows["ts"].to_numpy()
     end = start + rows["dur"].to_numpy()
     lookup_rows, lookup_shapes = _find_lookups(trace)
-    pass_index = _find_pass(lookup_rows["ts"].to_numpy(), start, end)
+    step_index = _find_step(lookup_rows["ts"].to_numpy(), start, end)
     first_shape: dict[int, tuple[int, ...]] = {}
-    for index, lookup in zip(pass_index.tolist(), lookup_shapes, strict=True):
+    for index, lookup in zip(step_index.tolist(), lookup_shapes, strict=True):
         first_shape.setdefault(index, lookup.shape)
     cpu = trace.cpu
     attention = cpu.filter(name_matches(cpu["name"], ATTENTION) & cpu["inputs"].is_not_null())
     queries = {row: _read_query(trace, row) for row in attention["inputs"].unique()}
     lengths: dict[int, set[tuple[int, int, bool]]] = {}
     for index, row in zip(
-        _find_pass(attention["ts"].to_numpy(), start, end).tolist(),
+        _find_step(attention["ts"].to_numpy(), start, end).tolist(),
         attention["inputs"],
         strict=True,
     ):
@@ -283,7 +283,7 @@ def _infer_from_shapes(trace: Trace, rows: pl.DataFrame, marks: list[StepMark]) 
 
 
 def _find_growing(lengths: dict[int, set[tuple[int, int, bool]]], count: int) -> list[int]:
-    """Find consecutive passes whose sequences attend only to themselves and are one token longer
+    """Find consecutive steps whose sequences attend only to themselves and are one token longer
     each time: they compute the complete sequence for one new token."""
     complete_lengths = [0] * count
     for index, queries in lengths.items():
@@ -304,8 +304,8 @@ def _find_growing(lengths: dict[int, set[tuple[int, int, bool]]], count: int) ->
     return result
 
 
-def _find_pass(ts: Ints, start: Ints, end: Ints) -> Ints:
-    """Return the pass that contains each instant, or -1."""
+def _find_step(ts: Ints, start: Ints, end: Ints) -> Ints:
+    """Return the step that contains each instant, or -1."""
     index = np.searchsorted(start, ts, side="right") - 1
     is_inside = (index >= 0) & (ts < end[np.maximum(index, 0)])
     return np.where(is_inside, index, -1).astype(np.int64)
@@ -349,14 +349,14 @@ def _describe_mark(
     )
 
 
-# -- the device work of a pass ---------------------------------------------------------------------
+# -- the device work of a step ---------------------------------------------------------------------
 
 
 def _add_work(
     trace: Trace, rows: pl.DataFrame, marks: list[StepMark], source: str
-) -> ForwardPasses:
-    """Add the device work that each pass launched. Later launches belong to the pass too, for as
-    long as the pass itself took: sampling, and copies of tokens to the host."""
+) -> InferenceSteps:
+    """Add the device work that each step launched. Later launches belong to the step too, for as
+    long as the step itself took: sampling, and copies of tokens to the host."""
     gpu = trace.gpu
     start = rows["ts"].to_numpy()
     end = start + rows["dur"].to_numpy()
@@ -372,22 +372,22 @@ def _add_work(
     if len(is_launched):
         call_ts = trace.cpu["ts"].to_numpy()[launch[is_launched]]
         until = np.minimum(end + (end - start), np.append(start[1:], np.iinfo(np.int64).max))
-        owner[is_launched] = _find_pass(call_ts, start, np.maximum(until, end))
+        owner[is_launched] = _find_step(call_ts, start, np.maximum(until, end))
         ts, dur = gpu["ts"].to_numpy(), gpu["dur"].to_numpy()
         owned_rows = np.flatnonzero(owner >= 0)
-        pass_index, first_index = np.unique(
+        step_index, first_index = np.unique(
             owner[owned_rows], return_index=True
         )  # rows are in order of ts
-        first_start[pass_index] = ts[owned_rows[first_index]]
-        ahead[pass_index] = (
-            first_start[pass_index] - trace.cpu["ts"].to_numpy()[launch[owned_rows[first_index]]]
+        first_start[step_index] = ts[owned_rows[first_index]]
+        ahead[step_index] = (
+            first_start[step_index] - trace.cpu["ts"].to_numpy()[launch[owned_rows[first_index]]]
         )
         np.maximum.at(last_end, owner[owned_rows], (ts + dur)[owned_rows])
     table = rows.select("name", "ts", end=pl.Series(end)).with_columns(
         pl.Series(name, np.where(first_start >= 0, values, -1)).replace(-1, None)
         for name, values in (("first", first_start), ("last", last_end), ("ahead", ahead))
     )
-    return ForwardPasses(table, marks, source, owner)
+    return InferenceSteps(table, marks, source, owner)
 
 
 WINDOWED = r"[Ss]liding|[Cc]hunked|[Ww]indow|[Ll]ocal|[Ss]parse|[Tt]opk"
@@ -461,10 +461,10 @@ def with_attention(a: Analysis, measured: pl.DataFrame) -> pl.DataFrame:
     """Add FLOPs and bytes of attention that shapes alone do not give to ``Analysis.kernels``. If
     the bytes are more than the memory can deliver, the kernel reads only some tokens, and its work
     is unknown."""
-    trace, passes = a.trace, a.passes
-    if passes is None:
+    trace, inference_steps = a.trace, a.inference_steps
+    if inference_steps is None:
         return measured
-    owner = passes.owner
+    owner = inference_steps.owner
     is_unknown = (
         (measured["family"] == "attention")
         & measured["moved"].is_null()
@@ -488,7 +488,7 @@ def with_attention(a: Analysis, measured: pl.DataFrame) -> pl.DataFrame:
         if shape is None or re.search(f"{WINDOWED}|{HELPERS}", name):
             continue
         is_narrow = re.search(NARROW, name) is not None
-        cost = attention_cost(passes.marks[owner[row]], shape, narrow=is_narrow)
+        cost = attention_cost(inference_steps.marks[owner[row]], shape, narrow=is_narrow)
         if cost is not None and cost[1] * 1e9 <= bandwidth * max(ns, 1):
             flops[row], moved[row] = cost
     return measured.with_columns(

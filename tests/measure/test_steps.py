@@ -172,6 +172,34 @@ def test_two_optimizers_in_a_loop_are_one_step():
     assert steps.table["dur"].to_list() == [110_000] * 4
 
 
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_optimizers_of_one_class_are_one_step_if_their_operators_differ(updates):
+    b = TraceBuilder()
+    for _ in range(4):
+        for number in range(updates):
+            for layer in range(5 + 5 * number):
+                with b.op("aten::conv2d" if layer % 2 else "aten::relu"):
+                    b.host(10)
+            with b.range("Optimizer.step#Adam.step"):
+                b.host(10)
+    steps = find_steps(b.trace())
+    assert steps.source == "optimizer" and steps.table.height == 3
+    assert np.ptp(steps.table["dur"].to_numpy()) == 0
+
+
+def test_steps_without_marks_are_the_devices_if_the_hosts_vary(tmp_path):
+    file = CORPUS / "h100" / "healthy_lm" / "rank0" / "trace_w0.json.zst"
+    content = json.loads(zstandard.ZstdDecompressor().stream_reader(file.read_bytes()).read())
+    events = content["traceEvents"]
+    unmarked = [e for e in events if not str(e.get("name")).startswith("ProfilerStep#")]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps(content | {"traceEvents": unmarked}))
+    steps = Analysis(read_trace(str(trace))).steps
+    expected = Analysis(read_trace(str(file))).steps
+    assert (steps.source, expected.source) == ("optimizer", "ProfilerStep")
+    assert steps.used["dur"].mean() == pytest.approx(expected.used["dur"].mean(), rel=0.03)
+
+
 def test_too_few_optimizer_steps_are_not_period():
     steps = find_steps(optimizer_loop(["Optimizer.step#AdamW.step"], 3).trace())
     assert steps.source == "whole trace"

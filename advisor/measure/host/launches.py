@@ -202,6 +202,8 @@ Times = NDArray[np.int64]
 AHEAD_SHARE = 0.05
 """Minimum share of a step that its first work waits in the queue if the host runs ahead. Launch
 latency is some 10 us; in a host-bound step the device waits, not its work."""
+STEADY_SHARE = 0.5
+"""Maximum range of the host's steps, as a share of their median, if its queue is steady."""
 MIN_STEP_RATIO = 1.1
 """Minimum ratio of the device's steps to the host's at which the host runs ahead of the main stream
 alone, while other streams start their work at once."""
@@ -288,7 +290,8 @@ def device_steps(trace: Trace, start: Times, end: Times, *, closed: bool) -> Dev
             continue
         ratio = int(length.sum()) / int((end - start).sum())
         # marks may be as far apart as the device's steps if the queue is steady
-        if not closed and abs(ratio - 1) < AHEAD_SHARE:
+        is_steady = np.ptp(end - start) < STEADY_SHARE * np.median(end - start)
+        if not closed and is_steady and abs(ratio - 1) < AHEAD_SHARE:
             continue
         if is_chosen is not in_any_step and ratio < MIN_STEP_RATIO:
             continue

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 MIN_OPTIMIZER_STEPS = 3
+SIMILAR_OPERATORS = 0.1
+"""Maximum share of different operators in two steps of one optimizer."""
 OUTLIER_FACTOR = 1.5
 """Multiple of the median above which a step is set aside as an outlier, if it is also more than 5
 median absolute deviations away. gpuprof uses 3x for a first step; Hampel's test 3 MAD."""
@@ -201,7 +203,9 @@ def find_steps(trace: Trace, select: tuple[int | None, int | None] | None = None
             marks = marks.with_columns(pl.Series("name", map(rename_step_mark, marks["name"])))
         return _build_steps(trace, _drop_cut_start(marks), source, select)
     marks = _keep_main_name(_find_marks(trace, OPTIMIZER_STEP))
-    if marks.height > MIN_OPTIMIZER_STEPS:
+    optimizers = _count_optimizers(trace, marks)
+    marks = marks.gather_every(optimizers)
+    if marks.height > (MIN_OPTIMIZER_STEPS if optimizers == 1 else 2):
         # one step: from the end of one Optimizer.step to the end of the next
         ends = (marks["ts"] + marks["dur"]).to_numpy()
         marks = pl.DataFrame(
@@ -336,6 +340,31 @@ def _keep_main_name(marks: pl.DataFrame) -> pl.DataFrame:
         return marks
     counts = marks.group_by("name", maintain_order=True).len()
     return marks.filter(pl.col("name") == counts["name"][int(counts["len"].arg_max() or 0)])
+
+
+def _count_optimizers(trace: Trace, marks: pl.DataFrame) -> int:
+    """Count the optimizers of the loop: the period of the operators between their steps, which
+    differ from one step to the next, as with the two networks of a GAN."""
+    ends = (marks["ts"] + marks["dur"]).to_numpy()
+    if len(ends) <= MIN_OPTIMIZER_STEPS:
+        return 1
+    ops = trace.cpu.filter((pl.col("kind") == "op") & (pl.col("ts") >= ends[0]))
+    interval = np.searchsorted(ends, ops["ts"].to_numpy(), side="right") - 1
+    names = ops["name"].to_physical().to_numpy().astype(np.int64)
+    is_complete = interval < len(ends) - 1
+    counts = np.zeros((len(ends) - 1, int(names.max(initial=0)) + 1))
+    np.add.at(counts, (interval[is_complete], names[is_complete]), 1)
+
+    def differences(lag: int) -> np.ndarray:
+        earlier, later = counts[:-lag], counts[lag:]
+        total = np.maximum(1, (later + earlier).sum(1))
+        result: np.ndarray = np.abs(later - earlier).sum(1) / total
+        return result
+
+    if np.median(differences(1)) <= SIMILAR_OPERATORS:
+        return 1
+    periods = range(2, min(MAX_PERIOD, len(counts) // 2) + 1)
+    return next((n for n in periods if differences(n).max() <= SIMILAR_OPERATORS), 1)
 
 
 def _build_steps(

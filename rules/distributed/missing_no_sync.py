@@ -30,15 +30,15 @@ _BROADCAST = r"(?i)broadcast"
 _BUCKET_COPY = r"^torch\.distributed\.ddp\.reducer::"
 
 
-class SyncPasses(NamedTuple):
-    """Passes (forward and backward) of optimizer steps, and what each reduces."""
+class SyncedMicroBatches(NamedTuple):
+    """Micro-batches of optimizer steps, and what each reduces."""
 
     table: pl.DataFrame
     """All-reduces of gradients, in order of launch: ``gpu``, ``bytes``, ``dur``, ``op``, ``inside``
-    (it runs in the used steps), ``unit`` (number of the optimizer step), ``of`` (number of the pass
-    in it), ``last`` (that pass is the last before the optimizer)."""
+    (it runs in the used steps), ``unit`` (number of the optimizer step), ``of`` (number of the
+    micro-batch in it), ``last`` (that micro-batch is the last before the optimizer)."""
     counts: Rows
-    """Number of passes of each optimizer step that is completely in the trace, 0 for others."""
+    """Number of micro-batches of each optimizer step complete in the trace, 0 for others."""
 
 
 class MissingNoSync(Rule):
@@ -108,11 +108,11 @@ class MissingNoSync(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        passes = find_passes(a)
-        if passes is None:
+        micro_batches = find_micro_batches(a)
+        if micro_batches is None:
             return
-        table, units = passes.table, np.flatnonzero(passes.counts >= 2)
-        steps = [_count_sizes(table, int(unit), int(passes.counts[unit])) for unit in units]
+        table, units = micro_batches.table, np.flatnonzero(micro_batches.counts >= 2)
+        steps = [_count_sizes(table, int(unit), int(micro_batches.counts[unit])) for unit in units]
         if len(steps) < self.min_steps or not any(sum(map(len, step)) for step in steps):
             return
         if any(None in sizes for step in steps for sizes in step):
@@ -123,7 +123,7 @@ class MissingNoSync(Rule):
                     record="record_shapes=True",
                 )
             return
-        k = int(passes.counts[units[0]])
+        k = int(micro_batches.counts[units[0]])
         if all(not sizes for step in steps for sizes in step[:-1]):
             yield PassedCheck(
                 text=f"gradients of {k} passes are reduced once, before the optimizer step"
@@ -183,7 +183,10 @@ class MissingNoSync(Rule):
                 _build_training([[8], [8, 25]]),
                 "any((not step[0] or any((sizes != step[0] for sizes in",
             ),
-            "two optimizers": (_build_training([[8, 25], [8, 25]], optimizers=2), "passes is None"),
+            "two optimizers": (
+                _build_training([[8, 25], [8, 25]], optimizers=2),
+                "micro_batches is None",
+            ),
             "sizes are not recorded": (
                 _build_training([[8, 25], [8, 25]], arguments=False),
                 "any((None in sizes for step in steps for sizes in step))",
@@ -191,18 +194,18 @@ class MissingNoSync(Rule):
         }
 
 
-def find_passes(a: Analysis) -> SyncPasses | None:
-    """Find the passes of the trace's optimizer steps, or ``None`` if no accumulation shows."""
+def find_micro_batches(a: Analysis) -> SyncedMicroBatches | None:
+    """Find the micro-batches of the optimizer steps, or ``None`` if no accumulation shows."""
     cpu = a.trace.cpu
     forward, _ = _find_outermost(a, _FORWARD)
     start, end = _find_outermost(a, OPTIMIZER_STEP)
     if len(forward) < 2 or len(start) < 2:
         return None
-    # how many optimizers ended before each pass began: the optimizer step it works for
+    # how many optimizers ended before each micro-batch began: the optimizer step it works for
     unit = np.searchsorted(end, forward, side="right")
     if not np.isin(np.arange(1, len(start)), unit).all():
-        return None  # an optimizer step without a pass since the one before
-    first_pass = np.searchsorted(unit, unit)
+        return None  # an optimizer step without a micro-batch since the one before
+    first_batch = np.searchsorted(unit, unit)
     counts = np.bincount(unit, minlength=len(start) + 1)
     complete = counts.copy()
     complete[[0, len(start)]] = 0  # cut off by the ends of the trace
@@ -217,16 +220,16 @@ def find_passes(a: Analysis) -> SyncPasses | None:
     reductions = reductions.filter(
         pl.Series(climb_stack(parent_rows(a.trace), is_hook, launch) >= 0, dtype=pl.Boolean)
     )
-    pass_index = np.searchsorted(forward, reductions["launch_ts"].to_numpy(), side="right") - 1
-    position = pass_index - first_pass[pass_index]
-    own_unit = unit[pass_index]
+    batch_index = np.searchsorted(forward, reductions["launch_ts"].to_numpy(), side="right") - 1
+    position = batch_index - first_batch[batch_index]
+    own_unit = unit[batch_index]
     remaining = counts[own_unit] - 1 - position
     is_last = np.where(own_unit == len(start), position >= usual - 1, remaining == 0)
     columns = ("gpu", "ts", "dur", "bytes", "op", "launch_ts")
     table = reductions.select(*columns, inside=in_window(a, reductions)).with_columns(
         unit=pl.Series(own_unit), of=pl.Series(position), last=pl.Series(is_last)
     )
-    return SyncPasses(table.filter(pl.Series(pass_index >= 0)).sort("launch_ts"), complete)
+    return SyncedMicroBatches(table.filter(pl.Series(batch_index >= 0)).sort("launch_ts"), complete)
 
 
 def _find_outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
@@ -241,7 +244,7 @@ def _find_outermost(a: Analysis, pattern: str) -> tuple[Rows, Rows]:
 
 
 def _count_sizes(table: pl.DataFrame, unit: int, count: int) -> list[Counter[int | None]]:
-    """Count message sizes of each pass of one optimizer step."""
+    """Count message sizes of each micro-batch of one optimizer step."""
     rows = table.filter(pl.col("unit") == unit)
     return [Counter(rows["bytes"].filter(rows["of"] == index).to_list()) for index in range(count)]
 
@@ -250,27 +253,27 @@ def _sum_bytes(step: list[Counter[int | None]]) -> int:
     return sum((size or 0) * count for sizes in step for size, count in sizes.items())
 
 
-def _scale_copies(a: Analysis, passes: int) -> list[Edit]:
+def _scale_copies(a: Analysis, micro_batches: int) -> list[Edit]:
     """Return the edit of gradient copies into and out of buckets if the host computes, else
     none."""
     if a.device_id is not None:
         return []
     select = Select(on="host", kind=("op",), name=_BUCKET_COPY)
-    return [Edit(op="scale", select=select, factor=1 / passes)]
+    return [Edit(op="scale", select=select, factor=1 / micro_batches)]
 
 
-def _scale_broadcasts(a: Analysis, passes: int) -> list[Edit]:
+def _scale_broadcasts(a: Analysis, micro_batches: int) -> list[Edit]:
     """Return the edit of buffer broadcasts: a forward after one inside ``no_sync()`` sends none."""
     table = a.collectives.filter(pl.col("collective").cast(pl.String) == "broadcast")
     is_forward = name_matches(a.trace.cpu["name"], _FORWARD).to_numpy()
     if not (climb_stack(parent_rows(a.trace), is_forward, row_numbers(table["op"])) >= 0).any():
         return []
     select = Select(on="gpu", family=("communication",), name=_BROADCAST, under=_FORWARD)
-    return [Edit(op="scale", select=select, factor=1 / passes)]
+    return [Edit(op="scale", select=select, factor=1 / micro_batches)]
 
 
 def _build_training(
-    passes: list[list[int]],
+    micro_batches: list[list[int]],
     *,
     profiled: str = "step",
     tensor: int = 0,
@@ -279,7 +282,7 @@ def _build_training(
     gpu: str | None = "A100",
     broadcast_us: float = 0,
 ) -> TraceBuilder:
-    """Build passes that reduce buckets of these MiB. Each layer also reduces ``tensor`` MiB."""
+    """Build micro-batches that reduce buckets of these MiB. Each layer reduces ``tensor`` MiB."""
     b = TraceBuilder(gpu)
 
     def compute(us: float) -> None:
@@ -288,7 +291,7 @@ def _build_training(
         else:
             b.launch("ampere_sgemm_128x64_nn", us)
 
-    def run_pass(buckets: list[int]) -> None:
+    def run_micro_batch(buckets: list[int]) -> None:
         with b.range("DistributedDataParallel.forward"):
             if broadcast_us:
                 b.host_collective("broadcast", 1344, broadcast_us, wait=True)
@@ -321,13 +324,13 @@ def _build_training(
     for _ in range(5):
         if profiled == "step":
             with b.step():
-                for buckets in passes:
-                    run_pass(buckets)
+                for buckets in micro_batches:
+                    run_micro_batch(buckets)
                 finish()
         else:
-            for n, buckets in enumerate(passes):
+            for n, buckets in enumerate(micro_batches):
                 with b.step():
-                    run_pass(buckets)
-                    if n == len(passes) - 1:
+                    run_micro_batch(buckets)
+                    if n == len(micro_batches) - 1:
                         finish()
     return b

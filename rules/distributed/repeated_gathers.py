@@ -72,8 +72,8 @@ class RepeatedGathers(Rule):
             return
         starts = forward_passes(a)
         table = _add_pass(a, table, starts)
-        passes = int(table["passes"].to_numpy().max())
-        if passes < self.min_passes:
+        micro_batches = int(table["passes"].to_numpy().max())
+        if micro_batches < self.min_passes:
             return
         pass_bytes = table.group_by("step", "pass").agg(pl.col("bytes").sum()).sort("step", "pass")
         first_bytes = pass_bytes.group_by("step").agg(pl.col("bytes").first().alias("first"))
@@ -92,13 +92,14 @@ class RepeatedGathers(Rule):
         times = a.trace.gpu["dur"].to_numpy()[a.in_window & a.kernels["communication"].to_numpy()]
         yield Finding(
             summary=(
-                f"Each of {passes} micro-batches gathers {t.format_bytes(size)} of parameters. "
+                f"Each of {micro_batches} micro-batches gathers {t.format_bytes(size)} of "
+                "parameters. "
                 f"The repeated all-gathers are exposed for "
                 f"{t.format_duration(sum_column(repeated['exposed']) / a.step_count)} "
                 f"{t.format_per(a.per)}."
             ),
             evidence=[
-                self.compare("passes that gather", passes, "min_passes", "count"),
+                self.compare("passes that gather", micro_batches, "min_passes", "count"),
                 Evidence("bytes gathered in each pass", size, "bytes"),
                 amount_per_step(a, "repeated all-gathers", repeated.height, "count"),
                 amount_per_step(a, "time of the repeated all-gathers", repeated_ns),
@@ -117,10 +118,10 @@ class RepeatedGathers(Rule):
         return {
             "four micro-batches": _build_training(4),
             "two micro-batches": _build_training(2),
-            "one micro-batch": (_build_training(1), "passes < self.min_passes"),
+            "one micro-batch": (_build_training(1), "micro_batches < self.min_passes"),
             "kept between micro-batches": (
                 _build_training(4, kept=True),
-                "passes < self.min_passes",
+                "micro_batches < self.min_passes",
             ),
             "hidden": (_build_training(4, gather_us=5), "min_share"),
         }
@@ -138,12 +139,14 @@ def _add_pass(a: Analysis, table: pl.DataFrame, starts: Rows) -> pl.DataFrame:
     )
 
 
-def _build_training(passes: int, *, kept: bool = False, gather_us: float = 400) -> TraceBuilder:
+def _build_training(
+    micro_batches: int, *, kept: bool = False, gather_us: float = 400
+) -> TraceBuilder:
     """Build FSDP over two layers: gathers before each, gradients scattered after it."""
     b = TraceBuilder()
     for _ in range(5):
         with b.step():
-            for number in range(passes):
+            for number in range(micro_batches):
                 for _ in range(2):
                     if not (kept and number):
                         b.collective("_allgather_base", 64 << 20, gather_us, wait=True)

@@ -41,7 +41,7 @@ DROPOUT_POSITIONS = {
 """Position of the share of dropout among an operator's arguments."""
 
 
-class _Pass(NamedTuple):
+class _ModuleCall(NamedTuple):
     """Call of an outermost module."""
 
     step: int
@@ -52,7 +52,7 @@ class _Pass(NamedTuple):
     operators: tuple[Any, ...]
     """Names of all operators, and positions in ``trace.inputs`` of those in ``rows``."""
     number: int = 0
-    """Number of earlier passes of the step with equal operators."""
+    """Number of earlier calls of the step with equal operators."""
 
 
 class RepeatedTrunk(Rule):
@@ -123,14 +123,14 @@ class RepeatedTrunk(Rule):
         module = max(modules, key=lambda module: module.same_input, default=None)
         if module is None:
             return
-        passes = _find_passes(a)
-        if not passes:
+        calls = _find_calls(a)
+        if not calls:
             return
-        again = [each for each in passes if each.number]
-        share, expected = 1.0, len(again) / len(passes)
+        again = [each for each in calls if each.number]
+        share, expected = 1.0, len(again) / len(calls)
         if run_steps.inference and not again and not module.has_one_input:
             # a step is one pass
-            again, share, expected = passes, module.share_with_same_input, 0.5
+            again, share, expected = calls, module.share_with_same_input, 0.5
         if module.same_input < self.min_repeated_factor * expected * module.forwards or not again:
             return
         rows = np.array([row for each in again for row in each.rows])
@@ -138,7 +138,7 @@ class RepeatedTrunk(Rule):
         ns = share * time_of_operators(a, rows)
         if ns < self.min_share * a.span_ns:
             return
-        random_row = passes[0].random_row
+        random_row = calls[0].random_row
         until = ""
         if random_row >= 0:
             path = _find_module(a, random_row)
@@ -151,7 +151,7 @@ class RepeatedTrunk(Rule):
             ),
             evidence=[
                 amount_per_step(a, "operators that run again", ns),
-                amount_per_step(a, "passes with equal operators", len(passes), "count"),
+                amount_per_step(a, "passes with equal operators", len(calls), "count"),
                 self.compare("compared forwards", module.forwards, "min_forwards", "count"),
                 self.compare(
                     f"calls of {module.module} with the input of an earlier one, of those expected",
@@ -168,49 +168,49 @@ class RepeatedTrunk(Rule):
     @staticmethod
     def examples() -> Examples:
         return {
-            "dropout in the head": _build_passes(),
-            "on a GPU": _build_passes(gpu="A100"),
-            "with gradients": _build_passes(trains=True),
-            "nothing is random": _build_passes(random=""),
-            "an inference step for each pass": _build_passes(count=1, infers=True),
+            "dropout in the head": _build_calls(),
+            "on a GPU": _build_calls(gpu="A100"),
+            "with gradients": _build_calls(trains=True),
+            "nothing is random": _build_calls(random=""),
+            "an inference step for each pass": _build_calls(count=1, infers=True),
             "a benchmark on one input": (
-                _build_passes(count=1, infers=True, again=11),
+                _build_calls(count=1, infers=True, again=11),
                 "not again",
             ),
-            "dropout at the input": (_build_passes(first=True), "not passes"),
-            "other inputs": (_build_passes(again=2), "min_repeated_factor"),
-            "few compared": (_build_passes(forwards=11), "min_forwards"),
-            "one pass": (_build_passes(count=1), "not again"),
-            "other shapes in each pass": (_build_passes(shapes_differ=True), "not again"),
-            "a short trunk": (_build_passes(us=1), "min_share"),
+            "dropout at the input": (_build_calls(first=True), "not calls"),
+            "other inputs": (_build_calls(again=2), "min_repeated_factor"),
+            "few compared": (_build_calls(forwards=11), "min_forwards"),
+            "one pass": (_build_calls(count=1), "not again"),
+            "other shapes in each pass": (_build_calls(shapes_differ=True), "not again"),
+            "a short trunk": (_build_calls(us=1), "min_share"),
         }
 
 
-def _find_passes(a: Analysis) -> list[_Pass]:
-    """Return passes with equal operators: those whose operators before the first random one take
+def _find_calls(a: Analysis) -> list[_ModuleCall]:
+    """Return calls with equal operators: those whose operators before the first random one take
     most of the time."""
     dur = a.trace.cpu["dur"].to_numpy()
-    groups: dict[tuple[Any, ...], list[_Pass]] = {}
-    for each in _list_passes(a):
-        passes = groups.setdefault((each.random_row < 0, each.operators), [])
-        is_first = not passes or passes[-1].step != each.step
-        passes.append(each._replace(number=0 if is_first else passes[-1].number + 1))
+    groups: dict[tuple[Any, ...], list[_ModuleCall]] = {}
+    for each in _list_calls(a):
+        calls = groups.setdefault((each.random_row < 0, each.operators), [])
+        is_first = not calls or calls[-1].step != each.step
+        calls.append(each._replace(number=0 if is_first else calls[-1].number + 1))
     times = {
-        key: sum(int(dur[each.rows].sum()) for each in passes)
-        for key, passes in groups.items()
-        if 2 * len({each.step for each in passes}) > a.step_count and not _is_for_metric(a, passes)
+        key: sum(int(dur[each.rows].sum()) for each in calls)
+        for key, calls in groups.items()
+        if 2 * len({each.step for each in calls}) > a.step_count and not _is_for_metric(a, calls)
     }
     return groups[max(times, key=lambda key: times[key])] if times else []
 
 
-def _is_for_metric(a: Analysis, passes: list[_Pass]) -> bool:
-    """Return whether the passes are those of a second forward, which another rule reports."""
-    ts = a.trace.cpu["ts"].to_numpy()[[each.rows[0] for each in passes]]
+def _is_for_metric(a: Analysis, calls: list[_ModuleCall]) -> bool:
+    """Return whether the calls are those of a second forward, which another rule reports."""
+    ts = a.trace.cpu["ts"].to_numpy()[[each.rows[0] for each in calls]]
     is_second = covered_length(ts, ts + 1, a.second_forwards).any()
-    return passes[0].random_row < 0 and bool(is_second)
+    return calls[0].random_row < 0 and bool(is_second)
 
 
-def _list_passes(a: Analysis) -> Iterator[_Pass]:
+def _list_calls(a: Analysis) -> Iterator[_ModuleCall]:
     """Yield the calls of outermost modules in the analysed steps, in order of time."""
     cpu = a.trace.cpu
     is_main = (cpu["thread"] == a.trace.main_thread).to_numpy()
@@ -234,7 +234,7 @@ def _list_passes(a: Analysis) -> Iterator[_Pass]:
             until = int(np.searchsorted(op_end, random_ts[at], side="right"))
         if step is not None and start < until <= stop:
             operators = (*names[start:stop], *inputs[start:until])
-            yield _Pass(step, rows[start:until], random_row, operators)
+            yield _ModuleCall(step, rows[start:until], random_row, operators)
 
 
 def _list_random_rows(a: Analysis) -> NDArray[np.int64]:
@@ -262,7 +262,7 @@ def _find_module(a: Analysis, row: int) -> str:
     return "" if calls is None or position < 0 else calls.paths[position]
 
 
-def _build_passes(
+def _build_calls(
     *,
     gpu: str | None = None,
     count: int = 4,
@@ -275,11 +275,11 @@ def _build_passes(
     shapes_differ: bool = False,
     us: float = 900,
 ) -> TraceBuilder:
-    """Build steps of ``count`` passes of a trunk and a head with dropout."""
+    """Build steps of ``count`` calls of a trunk and a head with dropout."""
     b = TraceBuilder(gpu=gpu)
     sequence = 0
     for _ in b.steps():
-        passes = []
+        sequences = []
         for number in range(count):
             shape = [32 + number * shapes_differ, 128]
             with b.range(FORWARD_RANGE):
@@ -287,14 +287,14 @@ def _build_passes(
                     with b.op("aten::dropout", [shape]):
                         b.on_host(random, 5, [shape])
                 sequence += 1
-                passes.append(sequence)
+                sequences.append(sequence)
                 number_of_node = sequence if trains else None
                 b.compute("aten::linear", us, [shape, [256, 128]], sequence=number_of_node)
                 if random and not first:
                     with b.op("aten::dropout", [shape]):
                         b.on_host(random, 5, [shape])
                 b.compute("aten::addmm", 100, [[8], shape, [128, 8]])
-        for number in reversed(passes if trains else []):
+        for number in reversed(sequences if trains else []):
             b.compute(
                 "autograd::engine::evaluate_function: AddmmBackward0", us, [], sequence=number
             )

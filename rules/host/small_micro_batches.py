@@ -30,23 +30,23 @@ _NORM = r"^aten::(?:linalg_vector_)?norm$|^aten::_foreach_norm$"
 _LAYER = r"^aten::(?:linear|addmm|mm|bmm|conv[123]d|convolution|lstm|gru|embedding)$"
 
 
-class Passes(NamedTuple):
-    """Equal forward and backward passes of each step."""
+class MicroBatches(NamedTuple):
+    """Equal micro-batches of each step, each a forward and a backward pass."""
 
     number: int
-    """Number of passes per optimizer step."""
+    """Number of micro-batches per optimizer step."""
     operators: pl.DataFrame
-    """Outermost operators of the passes: ``row, name, ts, ns, inputs``."""
+    """Outermost operators of the micro-batches: ``row, name, ts, ns, inputs``."""
     starts: list[int]
-    """Start of the first pass of each step, ns."""
+    """Start of the first micro-batch of each step, ns."""
     ends: list[int]
-    """End of the last pass of each step, ns."""
+    """End of the last micro-batch of each step, ns."""
     clipped: bool
-    """Whether the norm of the gradients is computed after each pass."""
+    """Whether the norm of the gradients is computed after each micro-batch."""
 
     @property
     def accumulate(self) -> bool:
-        """Whether each pass adds to the gradients of weights."""
+        """Whether each micro-batch adds to the gradients of weights."""
         added = self.operators["name"] == _ACCUMULATES
         return int(added.sum()) >= self.number * len(self.starts)
 
@@ -130,20 +130,23 @@ class SmallMicroBatches(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or a.trace.inputs.is_empty() or a.is_device_bound:
             return
-        passes = _find_passes(a)
-        if passes is None:
+        micro_batches = _find_micro_batches(a)
+        if micro_batches is None:
             return
-        if passes.number < self.min_passes or not passes.accumulate:
+        if micro_batches.number < self.min_passes or not micro_batches.accumulate:
             return
         is_short = pl.col("ns").median().over("name") <= self.max_call_us * 1000
-        short, long = passes.operators.filter(is_short), passes.operators.filter(~is_short)
-        pass_spans = union(np.array(passes.starts), np.array(passes.ends))
+        short, long = (
+            micro_batches.operators.filter(is_short),
+            micro_batches.operators.filter(~is_short),
+        )
+        batch_spans = union(np.array(micro_batches.starts), np.array(micro_batches.ends))
         ts, dur = (long[name].to_numpy() for name in ("ts", "ns"))
-        ns = pass_spans.total - intersect(pass_spans, union(ts, ts + dur)).total
+        ns = batch_spans.total - intersect(batch_spans, union(ts, ts + dur)).total
         if ns < self.min_share * a.span_ns:
             return
-        gain = 1 - 1 / passes.number
-        layers = passes.operators.filter(pl.col("name").str.contains(_LAYER))
+        gain = 1 - 1 / micro_batches.number
+        layers = micro_batches.operators.filter(pl.col("name").str.contains(_LAYER))
         select = Select(
             on="host",
             kind=("op",),
@@ -153,14 +156,18 @@ class SmallMicroBatches(Rule):
         code = self.case("Hugging Face's Trainer")["code"] if has_trainer(a) else self.code
         yield Finding(
             summary=(
-                f"{passes.number} equal passes run for each optimizer step. Short calls and the "
-                f"time between them take {of_step(a, ns)}."
+                f"{micro_batches.number} equal passes run for each optimizer step. Short calls and "
+                f"the time between them take {of_step(a, ns)}."
             ),
             evidence=[
-                self.compare("passes per optimizer step", passes.number, "min_passes", "count"),
+                self.compare(
+                    "passes per optimizer step", micro_batches.number, "min_passes", "count"
+                ),
                 amount_per_step(a, "short calls and time between them", ns),
                 self.compare_share(a, "short calls and time between them", ns),
-                Evidence("calls per pass", len(short) / len(pass_spans) / passes.number, "count"),
+                Evidence(
+                    "calls per pass", len(short) / len(batch_spans) / micro_batches.number, "count"
+                ),
             ],
             where=costliest_places(a, layers["row"].to_numpy(), layers["ns"].to_numpy(), top=1),
             edits=[
@@ -170,8 +177,8 @@ class SmallMicroBatches(Rule):
             ],
             **(
                 self.case("per-sample gradients")
-                if passes.clipped
-                else {"code": code.format(count=passes.number)}
+                if micro_batches.clipped
+                else {"code": code.format(count=micro_batches.number)}
             ),
         )
 
@@ -182,18 +189,21 @@ class SmallMicroBatches(Rule):
             "on a GPU that waits": _build_training(gpu="A100"),
             "in Hugging Face's Trainer": _build_training(trainer="transformers"),
             "clipped gradients of each sample": _build_training(between="aten::norm"),
-            "one pass": (_build_training(passes=1), "min_passes"),
-            "gradients of the input": (_build_training(weights=False), "passes.accumulate"),
-            "an attack on the input": (_build_training(between="aten::sign"), "passes is None"),
-            "three models": (_build_training(passes=6, models=3), "passes is None"),
-            "an update after each pass": (_build_training(updates=True), "passes is None"),
+            "one pass": (_build_training(micro_batches=1), "min_passes"),
+            "gradients of the input": (_build_training(weights=False), "micro_batches.accumulate"),
+            "an attack on the input": (
+                _build_training(between="aten::sign"),
+                "micro_batches is None",
+            ),
+            "three models": (_build_training(micro_batches=6, models=3), "micro_batches is None"),
+            "an update after each pass": (_build_training(updates=True), "micro_batches is None"),
             "long calls": (_build_training(backward_us=400), "min_share"),
             "the GPU sets the pace": (_build_training(gpu="A100", us=900), "a.is_device_bound"),
         }
 
 
-def _find_passes(a: Analysis) -> Passes | None:
-    """Return the equal passes of all analysed steps, or ``None`` if passes differ."""
+def _find_micro_batches(a: Analysis) -> MicroBatches | None:
+    """Return the equal micro-batches of all analysed steps, or ``None`` if they differ."""
     table = outermost_in_steps(a).sort("ts")
     cpu = a.trace.cpu
     updates = rows_in_steps(a, np.flatnonzero(name_matches(cpu["name"], OPTIMIZER_STEP).to_numpy()))
@@ -202,47 +212,47 @@ def _find_passes(a: Analysis) -> Passes | None:
     step = np.searchsorted(cpu["ts"].to_numpy()[updates], table["ts"].to_numpy())
     node = table["name"].str.starts_with(NODE_PREFIX).to_numpy()
     layer = table["name"].str.contains(_LAYER).to_numpy()
-    pass_starts, ends, kinds = _split_passes(step, node, layer, table["inputs"].to_list())
-    counts = Counter(step_number for step_number, _ in pass_starts)
+    batch_starts, ends, kinds = _split_micro_batches(step, node, layer, table["inputs"].to_list())
+    counts = Counter(step_number for step_number, _ in batch_starts)
     if len(set(counts.values())) != 1 or len(counts) != a.step_count or len(set(kinds)) != 1:
         return None
-    in_pass = np.zeros(len(table), dtype=bool)
-    for (_, pass_start), end in zip(pass_starts, ends, strict=True):
-        in_pass[pass_start : end + 1] = True
-    count = counts[pass_starts[0][0]]
+    in_batch = np.zeros(len(table), dtype=bool)
+    for (_, batch_start), end in zip(batch_starts, ends, strict=True):
+        in_batch[batch_start : end + 1] = True
+    count = counts[batch_starts[0][0]]
 
-    def after_passes(pattern: str) -> np.ndarray:
-        """Return how many passes of their step precede these operators: 0 for all of them."""
+    def after_batches(pattern: str) -> np.ndarray:
+        """Return how many micro-batches of their step precede these operators: 0 for all."""
         rows = np.flatnonzero(table["name"].str.contains(pattern).to_numpy())
-        return np.searchsorted([pass_start for _, pass_start in pass_starts], rows) % count
+        return np.searchsorted([batch_start for _, batch_start in batch_starts], rows) % count
 
-    if after_passes("^aten::sign$").any():
+    if after_batches("^aten::sign$").any():
         return None
-    normed = after_passes(_NORM)
-    clipped_passes = len(np.unique(normed[normed > 0]))
+    normed = after_batches(_NORM)
+    clipped_batches = len(np.unique(normed[normed > 0]))
     starts, ends_ns = table["ts"].to_numpy(), (table["ts"] + table["ns"]).to_numpy()
-    return Passes(
+    return MicroBatches(
         count,
-        table.filter(pl.Series(in_pass)),
-        [int(starts[pass_start]) for _, pass_start in pass_starts[::count]],
+        table.filter(pl.Series(in_batch)),
+        [int(starts[batch_start]) for _, batch_start in batch_starts[::count]],
         [int(ends_ns[end]) for end in ends[count - 1 :: count]],
-        clipped_passes == count - 1,
+        clipped_batches == count - 1,
     )
 
 
-def _split_passes(
+def _split_micro_batches(
     step: np.ndarray, node: np.ndarray, layer: np.ndarray, inputs: list[int | None]
 ) -> tuple[list[tuple[int, int]], list[int], list[tuple[int | None, ...]]]:
-    """Return the passes, each from its first layer to its last backward node: (step, first row),
-    last row, and the inputs of its layers."""
-    pass_starts: list[tuple[int, int]] = []
+    """Return the micro-batches, each from its first layer to its last backward node: (step, first
+    row), last row, and the inputs of its layers."""
+    batch_starts: list[tuple[int, int]] = []
     ends: list[int] = []
     kinds: list[tuple[int | None, ...]] = []
     layers: list[int] = []
     end = -1
     for row in [*np.flatnonzero(node | layer).tolist(), None]:  # None marks the end
         if layers and end >= 0 and (row is None or layer[row] or step[row] != step[layers[0]]):
-            pass_starts.append((int(step[layers[0]]), layers[0]))
+            batch_starts.append((int(step[layers[0]]), layers[0]))
             ends.append(end)
             kinds.append(tuple(inputs[n] for n in layers))
             layers, end = [], -1
@@ -250,13 +260,13 @@ def _split_passes(
             layers.append(row)
         elif row is not None and layers:
             end = row
-    return pass_starts, ends, kinds
+    return batch_starts, ends, kinds
 
 
 def _build_training(
     *,
     gpu: str | None = None,
-    passes: int = 8,
+    micro_batches: int = 8,
     models: int = 1,
     updates: bool = False,
     us: float = 60,
@@ -265,7 +275,7 @@ def _build_training(
     weights: bool = True,
     between: str = "",
 ) -> TraceBuilder:
-    """Build passes of one model, or of ``models`` in turn, with 20 layers each."""
+    """Build micro-batches of one model, or of ``models`` in turn, with 20 layers each."""
     b = TraceBuilder(gpu=gpu)
 
     def run(name: str, shapes: list[list[int]] | None, host_us: float) -> None:
@@ -274,7 +284,7 @@ def _build_training(
                 b.launch("ampere_sgemm_128x64_nn", us / 10 if us < 100 else us)
 
     for _ in b.steps():
-        for number in range(passes):
+        for number in range(micro_batches):
             width = 64 + 8 * (number % models)
             for _ in range(20):
                 run("aten::linear", [[8, width], [width, width], [width]], us)

@@ -29,7 +29,7 @@ class Pattern(NamedTuple):
     """Name of the fused operator."""
     chain: str
     """Regular expression over the operators' names, each followed by a space."""
-    passes: int
+    memory_passes: int
     """Number of times the fused kernel reads or writes a tensor of the largest size."""
     use: str
     """Call, or other code, that replaces the chain."""
@@ -355,10 +355,10 @@ class HandwrittenOperator(Rule):
             minlength=table.height,
         )
         has_backward = pl.Series(spent > 0)
-        passes = pl.Series([PATTERNS[n].passes for n in table["pattern"]])
+        memory_passes = pl.Series([PATTERNS[n].memory_passes for n in table["pattern"]])
         table = table.with_columns(
             dur=pl.col("dur") + pl.Series(spent),
-            bytes=pl.col("bytes") * (1 + has_backward * (passes + 1) / passes),
+            bytes=pl.col("bytes") * (1 + has_backward * (memory_passes + 1) / memory_passes),
             kernels=1 + has_backward.cast(pl.Int64),
         )
         return table, (chains >= 0) | in_backward
@@ -412,7 +412,7 @@ class HandwrittenOperator(Rule):
                 continue
             is_taken[first:last] = True
             members = index[span]
-            size *= PATTERNS[number].passes
+            size *= PATTERNS[number].memory_passes
             spent = int(dur[members].sum())
             chains.append((number, len(members), spent, float(size), members.tolist()))
         return pl.DataFrame(

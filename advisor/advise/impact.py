@@ -169,17 +169,17 @@ def _estimate_edits(finding: Finding, a: Analysis, estimator: GainEstimator) -> 
         is_most = saved.gain - saved.low < hand_over
         low_by: RangeCause = "hand-over" if is_most else saved.low_by
         saved = saved._replace(low=max(0.0, saved.low - hand_over), low_by=low_by)
-    limit = min(saved.max_gain, a.step_ns)
+    bound = min(saved.bound, a.step_ns)
     if a.device_id is None and finding.shown_time is not None:
         # an edit selects operators by name, and so may select more calls than the fix changes
-        limit = min(limit, max(saved.gain, float(finding.shown_time.value or 0)))
-        saved = saved._replace(high=min(saved.high, limit), max_gain=limit)
+        bound = min(bound, max(saved.gain, float(finding.shown_time.value or 0)))
+        saved = saved._replace(high=min(saved.high, bound), bound=bound)
     if finding.validation == "synthetic" and not estimator.is_calibrated(finding.edits):
-        low, high = worst_case(saved.low, saved.high, limit)
+        low, high = worst_case(saved.low, saved.high, bound)
         saved = saved._replace(low=low, high=high, low_by="not proven", high_by="not proven")
     device = "" if a.device is None or a.device.name is None else a.device.name
     interval = GainInterval(saved.low, saved.high)
-    interval, why = widened_by_rule(finding.rule, device, saved.gain, interval, limit)
+    interval, why = widened_by_rule(finding.rule, device, saved.gain, interval, bound)
     if why:
         saved = saved._replace(
             low=interval.low,
@@ -222,7 +222,7 @@ def with_gain(
         low_ns=round(min(saved.low, saved.gain)),
         high_ns=None
         if finding.known_cost
-        else round(max(saved.gain, min(saved.high, saved.max_gain))),
+        else round(max(saved.gain, min(saved.high, saved.bound))),
         share=share,
         method=f"lower bound ({method})" if finding.known_cost else method,
         kind="lower bound"
@@ -231,7 +231,7 @@ def with_gain(
         if method == REPLAY
         else "upper bound",
         per=a.per,
-        bound_ns=round(max(saved.gain, saved.max_gain)) if isfinite(saved.max_gain) else None,
+        bound_ns=round(max(saved.gain, saved.bound)) if isfinite(saved.bound) else None,
         low_by=saved.low_by,
         high_by=saved.high_by,
         is_job_gain=is_job_gain,

@@ -374,7 +374,7 @@ class Rule:
         self,
         label: str,
         value: float | str | None,
-        limit: str,
+        threshold: str,
         unit: str = "share",
         *,
         times: float = 1,
@@ -382,11 +382,11 @@ class Rule:
     ) -> Evidence:
         """Return a measured value with its threshold. ``times`` converts the threshold's unit to
         ``unit``."""
-        threshold: Threshold[Any] = getattr(type(self), limit)
-        allowed = getattr(self, limit)
+        declared: Threshold[Any] = getattr(type(self), threshold)
+        allowed = getattr(self, threshold)
         if times != 1:
             allowed *= times
-        return Evidence(label, value, unit, allowed, threshold.source_names, per)
+        return Evidence(label, value, unit, allowed, declared.source_names, per)
 
     def range_of(self, factor: str) -> tuple[float, float, float]:
         """Return a factor's range: expected, at best, at worst."""
@@ -397,10 +397,10 @@ class Rule:
         )
 
     def compare_share(
-        self, a: Analysis, label: str, ns: float, limit: str = "min_share"
+        self, a: Analysis, label: str, ns: float, threshold: str = "min_share"
     ) -> Evidence:
         """Return the share of the analysed window that ``ns`` take, with its threshold."""
-        return self.compare(f"{label}, share", ns / max(a.span_ns, 1), limit, per=a.per)
+        return self.compare(f"{label}, share", ns / max(a.span_ns, 1), threshold, per=a.per)
 
     @classmethod
     def paragraphs(cls) -> list[str]:

@@ -162,12 +162,12 @@ class BoundEstimator(GainEstimator):
         all_edits = [*applied, *edits]
         saved, before = self._saved(all_edits), self._saved(applied)[0]
         gain, low, high = (max(0.0, value - before) for value in saved)
-        max_gain = high
+        bound = high
         if any(edit.op != "overlap" for edit in edits):  # hidden work saves its exposed part
-            max_gain = max(high, self._exposed.max_saved(all_edits, optimistic=True) - before)
+            bound = max(high, self._exposed.max_saved(all_edits, optimistic=True) - before)
         if leaves_host_work(all_edits):
-            max_gain = max(high, min(max_gain, self._max_device_gains[1] - before))
+            bound = max(high, min(bound, self._max_device_gains[1] - before))
         wide = widened_by_kind(gain, low, high, edits, self._exposed.a.step_ns)
-        ends = max(0.0, wide.low), max(gain, min(wide.high, max_gain))
+        ends = max(0.0, wide.low), max(gain, min(wide.high, bound))
         low_by: RangeCause = "past" if ends[0] < low else "assumption"
-        return GainRange(gain, *ends, max_gain, low_by, "past" if ends[1] > high else "assumption")
+        return GainRange(gain, *ends, bound, low_by, "past" if ends[1] > high else "assumption")

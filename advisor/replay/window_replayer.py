@@ -142,7 +142,7 @@ class GainRange(NamedTuple):
     gain: float
     low: float
     high: float
-    max_gain: float = float("inf")
+    bound: float = float("inf")
     """Upper limit of the range: the time that the edits touch, ns."""
     low_by: RangeCause = ""
     high_by: RangeCause = ""
@@ -150,8 +150,8 @@ class GainRange(NamedTuple):
     @property
     def limited(self) -> GainRange:
         """Range cut at its upper limit."""
-        high = max(self.gain, min(self.high, self.max_gain))
-        return self._replace(low=min(self.low, self.gain), high=high, max_gain=float("inf"))
+        high = max(self.gain, min(self.high, self.bound))
+        return self._replace(low=min(self.low, self.gain), high=high, bound=float("inf"))
 
 
 class WindowReplayer:
@@ -312,10 +312,10 @@ class WindowReplayer:
             self._find_bounds(edits, applied),
         )
         all_edits = [*applied, *edits]
-        limit = self._exposed.max_saved(all_edits, optimistic=True)
-        limit += self._exposed.beside_compute(all_edits)
+        bound = self._exposed.max_saved(all_edits, optimistic=True)
+        bound += self._exposed.beside_compute(all_edits)
         low = min(gain, low if gain < 0 else max(0.0, low))
-        return GainRange(gain, low, high, limit - self._saved(applied, ""), low_by, high_by)
+        return GainRange(gain, low, high, bound - self._saved(applied, ""), low_by, high_by)
 
     def _find_bounds(
         self, edits: Sequence[Edit], applied: Sequence[Edit]

@@ -18,7 +18,7 @@ import re
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -436,8 +436,7 @@ def python_text() -> str:
         parts.append(f"## advisor.{name}")
         if not inspect.isclass(item):
             call = item if inspect.isfunction(item) else type(item).__call__
-            signature = str(inspect.signature(call)).replace("(self, ", "(").replace("'", "")
-            parts.append(fenced_block(f"advisor.{name}{signature}", "text"))
+            parts.append(fenced_block(f"advisor.{name}{_signature(call)}", "text"))
         parts += map(_prose, re.split(r"\n\n+", inspect.getdoc(item) or ""))
         if rows := [f"| `{member}` | {doc} |" for member, doc in _members(item)]:
             parts.append("\n".join(["| name | what it is |", "|---|---|", *rows]))
@@ -451,6 +450,16 @@ def python_text() -> str:
     rows = [f"| `{member}` | {doc} |" for member, doc in _members(TraceBuilder)]
     parts.append("\n".join(["| name | what it is |", "|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
+
+
+def _signature(function: Callable[..., object]) -> str:
+    """Return the parameters and the result of a function as its source writes them."""
+    node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(node, ast.FunctionDef)
+    for parameters in (node.args.posonlyargs, node.args.args):
+        parameters[:] = [each for each in parameters if each.arg != "self"]
+    given = re.sub(r"(?<=[\w\]'])=", " = ", ast.unparse(node.args))
+    return f"({given})" + ("" if node.returns is None else f" -> {ast.unparse(node.returns)}")
 
 
 def _members(item: Any) -> Iterator[tuple[str, str]]:

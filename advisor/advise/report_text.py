@@ -313,6 +313,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
     return parts
 
 
+OTHER_LOAD: Final = "other load on the CPUs"
 SAMPLE_RATE: Final = " samples/s"
 """Unit of the last part of a run's line."""
 
@@ -362,7 +363,15 @@ def _describe_slow_steps(report: Report) -> list[str]:
     names = ", ".join(map(str, slow.numbers))
     steps = "step" if len(slow.numbers) == 1 else "steps"
     which = f" ({steps} {names})" if len(slow.numbers) <= MAX_NAMED_STEPS else ""
-    return [f"{slow.sentence_start}{which}: {t.format_share(slow.share)} of the time"]
+    shown = f"{slow.sentence_start}{which}: {t.format_share(slow.share)} of the time"
+    load = other_load(report)
+    return [shown, load] if load else [shown]
+
+
+def other_load(report: Report) -> str:
+    """Say how much of the CPUs other programs used in slow steps. Empty if little or unknown."""
+    skipped = (check for check in report.not_checked if check.missing == OTHER_LOAD)
+    return next((check.why for check in skipped), "")
 
 
 def describe_phases(report: Report) -> list[str]:

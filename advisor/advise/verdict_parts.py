@@ -4,7 +4,7 @@ import re
 
 from advisor.advise.finding_text import POSSIBLE, is_conditional, is_unsure
 from advisor.advise.report_fields import MIN_APART_SHARE
-from advisor.advise.report_text import find_slow_steps
+from advisor.advise.report_text import find_slow_steps, other_load
 from advisor.core import text as t
 from advisor.core.finding import Finding
 from advisor.core.report import Report
@@ -72,7 +72,9 @@ def describe_slow_steps(report: Report) -> str:
     if slow is None or slow.share < MIN_SLOW_SHARE:
         return ""
     verb = "takes" if len(slow.numbers) == 1 else "take"
-    return f"{slow.sentence_start} and {verb} {t.format_share(slow.share)} of the time."
+    share = f" and {verb} {t.format_share(slow.share)} of the time"
+    load = other_load(report).removesuffix(" in these steps")
+    return slow.sentence_start + (f": {load}." if load else f"{share}.")
 
 
 MAJORITY_SHARE, NEARLY_ALL_SHARE = 0.5, 0.95

@@ -293,7 +293,7 @@ class StepJitter(Rule):
             yield SkippedCheck(
                 what="whether the program itself makes its steps uneven",
                 missing="other load on the CPUs",
-                why=f"other programs used {others:.0%} of the machine's CPUs meanwhile",
+                why=f"other programs used {others:.0%} of the CPUs in these steps",
                 record="a run on a machine without other load",
             )
             return

@@ -29,7 +29,9 @@ _SHORT_FIGURES: Final = ("GPU", "ops", "ranges", "idle", "path", "no fix")
 """Figures next to the bar that are shown if space is short."""
 _SPARE: Final = {"host": 1, "energy": 1, "no fix": 2, "path": 1, "idle": 5, "ranges": 4, "ops": 4}
 """Levels at which a terminal starts to leave lines out to fit a screen."""
-_MIN_PARTS: Final = {"trace": 4, "host": 2, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2}
+_MIN_PARTS: Final = {
+    "trace": 4, "steps": 3, "host": 2, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2,
+}  # fmt: skip
 """Minimum number of parts of a line then, or one less on the fullest page."""
 
 

@@ -34,7 +34,7 @@ MAX_FULL: Final = 3
 """Maximum number of fixes shown in full without details, and of fixes in a brief report."""
 MAX_CLAUSES: Final = 2
 """Highest level of detail at which fixes of one line show their action: all of them."""
-FURTHER_ROWS: Final = ({"why", "fix"}, {"code"}, {"where"}, {"note"})
+FURTHER_ROWS: Final = ({"why", "fix"}, {"note"}, {"code"}, {"where"})
 """Labels of lines of other fixes that are drawn if lines are left, the most important first."""
 MAX_CODE: Final = 12
 """Maximum number of lines of a fix's code without details."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.core.text import count_noun
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ repeatedly, and the line ``Steps`` that the profiler derived from a device's wor
 _STEP, _MARKED_STEP = r"^ProfilerStep\s*#?\d+", r"^(?:step #|ProfilerStep\s*#?)\d+$"
 LOADER = r"^enumerate\(Data(?:Loader|Pipe)\)#|^tf\.data::"
 """Regular expression of ranges in which the loop waits for its next batch."""
-CPU_KINDS = ("op", "annotation", "python", "runtime", "overhead")
-GPU_KINDS = ("kernel", "memcpy", "memset")
 COPIES = ("HtoD", "DtoH", "DtoD", "PtoP", "HtoH", "other")
 SYNC_KINDS = ("context", "stream", "event", "stream_wait")
 CALLS = (

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.core.intervals import Array
 from advisor.core.trace import CPU_SCHEMA, GPU_SCHEMA
 from advisor.read import tables
@@ -16,14 +17,13 @@ from advisor.read.event_columns import Columns, Piece
 from advisor.read.launches import LaunchTable, classify_calls
 from advisor.read.nesting import independent_stretches, nest, release_ranges, stack_order
 from advisor.read.reader import EVENT_BYTES
-from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS
 
 DAY_US = 86_400e6
 """Longest plausible duration or distance in us. No profiler window is a day long."""
 TEXT_BYTES = 200
 """Memory of a distinct text in bytes, in addition to its characters."""
 
-_ANNOTATION, _PYTHON, _RUNTIME = map(HOST_KINDS.index, ("annotation", "python", "runtime"))
+_ANNOTATION, _PYTHON, _RUNTIME = map(CPU_KINDS.index, ("annotation", "python", "runtime"))
 _MEDIAN_SAMPLE = 10_000
 
 
@@ -33,11 +33,11 @@ class AssembledTables:
     threads, inputs and collectives are codes into lists. A table without rows is empty."""
 
     host: Columns
-    """``ts`` ``dur`` ``kind`` (index in HOST_KINDS) ``name`` ``thread`` ``correlation``
+    """``ts`` ``dur`` ``kind`` (index in CPU_KINDS) ``name`` ``thread`` ``correlation``
     ``external`` ``sequence`` (below 0: none) ``inputs`` ``comm`` (-1: none). Optional: ``call``
     (index in CALLS, -1: no call), which otherwise follows from the name of a runtime call."""
     device: Columns
-    """``ts`` ``dur`` ``kind`` (index in DEVICE_KINDS) ``name`` ``correlation`` ``external``
+    """``ts`` ``dur`` ``kind`` (index in GPU_KINDS) ``name`` ``correlation`` ``external``
     ``limits`` ``comm``, and the other columns of GPU_SCHEMA, as floats (NaN for none) or as series
     of any numbers. Optional: series of ``copy``, ``src``, ``dst`` and ``limits``."""
     names: list[str]
@@ -253,7 +253,7 @@ class Assembler:
         """Order both tables, find parents and launches. Return launch and op of device rows."""
         if device:
             # kinds break ties, so that the order does not depend on the cuts between pieces
-            key = device["ts"] * len(DEVICE_KINDS) + device["kind"]
+            key = device["ts"] * len(GPU_KINDS) + device["kind"]
             _reorder(device, np.argsort(key, kind="stable"))
         none = np.full(len(device.get("ts", ())), -1, dtype=np.int32)
         if not host:

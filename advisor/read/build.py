@@ -12,12 +12,11 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.errors import AdvisorError
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.core.trace import (
     CALLS,
     COMMS_SCHEMA,
     COUNTER_SCHEMA,
-    CPU_KINDS,
-    GPU_KINDS,
     GPU_SCHEMA,
     INPUTS_SCHEMA,
     MEMORY_SCHEMA,

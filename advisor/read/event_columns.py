@@ -12,15 +12,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.read.json_repair import DECODE_ERRORS, repair_json, split_objects
 from advisor.read.trace_events import (
     ABSENT,
     COMM_FIELDS,
     COUNTER_CATEGORY,
     DEVICE_CATEGORIES,
-    DEVICE_KINDS,
     HOST_CATEGORIES,
-    HOST_KINDS,
     IGNORED_CATEGORIES,
     NO_ARGS,
     SYNC_CATEGORY,
@@ -85,8 +84,8 @@ class _EventLists(dict[Hashable, Callable[[TraceEvent], Any]]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host: dict[str, list[TraceEvent]] = {kind: [] for kind in HOST_KINDS}
-        self.device: dict[str, list[TraceEvent]] = {kind: [] for kind in DEVICE_KINDS}
+        self.host: dict[str, list[TraceEvent]] = {kind: [] for kind in CPU_KINDS}
+        self.device: dict[str, list[TraceEvent]] = {kind: [] for kind in GPU_KINDS}
         self.sync: list[TraceEvent] = []
         self.counters: list[TraceEvent] = []
         self.without_category: list[TraceEvent] = []
@@ -287,10 +286,10 @@ def _host_columns(
     no_codes = np.full(count, -1, dtype=np.int32)
     missing = np.full(count, MISSING, dtype=np.int64)
     name_codes = names.encode([e.name for e in events])
-    kinds = np.full(count, HOST_KINDS.index(kind), dtype=np.uint8)
+    kinds = np.full(count, CPU_KINDS.index(kind), dtype=np.uint8)
     if kind == "op":
         range_codes = [code for name, code in names.items() if is_range(str(name)[:100])]
-        kinds[np.isin(name_codes, range_codes)] = HOST_KINDS.index("annotation")
+        kinds[np.isin(name_codes, range_codes)] = CPU_KINDS.index("annotation")
     columns: Columns = {
         **_time_columns(events), "kind": kinds, "name": name_codes,
         "thread": _thread_codes(events, threads), "correlation": missing,
@@ -365,7 +364,7 @@ def _device_columns(kind: str, events: list[TraceEvent], names: _Codes, comms: _
     count = len(events)
     columns: Columns = {
         **_time_columns(events),
-        "kind": np.full(count, DEVICE_KINDS.index(kind), dtype=np.uint8),
+        "kind": np.full(count, GPU_KINDS.index(kind), dtype=np.uint8),
         "name": names.encode([e.name for e in events]),
         "device": _fill_missing(
             float_column([a.device for a in args]), lambda: [e.pid for e in events]

@@ -3,12 +3,13 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.core.intervals import Array
 from advisor.core.trace import CALLS
 from advisor.read.event_columns import Columns
-from advisor.read.trace_events import DEVICE_KINDS, HOST_KINDS, call_class
+from advisor.read.trace_events import call_class
 
-_OP, _RUNTIME = HOST_KINDS.index("op"), HOST_KINDS.index("runtime")
+_OP, _RUNTIME = CPU_KINDS.index("op"), CPU_KINDS.index("runtime")
 _MAX_CLOCK_ERROR_NS = 10_000  # error of device times after conversion to the host's clock
 _OTHER = CALLS.index("other")
 MAX_PROCESSES = 64
@@ -26,7 +27,7 @@ _LAUNCHING_CALLS = (
 )
 # Class of a call with an unknown name, by the kind of device work that it launched.
 _CALL_OF_DEVICE_KIND = np.array(
-    [CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind in DEVICE_KINDS]
+    [CALLS.index({"kernel": "launch"}.get(kind, kind)) for kind in GPU_KINDS]
 )
 
 
@@ -116,7 +117,7 @@ class LaunchTable:
             calls = np.flatnonzero(
                 np.isin(self._call, [CALLS.index(name) for name in names]) & (self._external >= 0)
             )
-            rows = np.flatnonzero(device["kind"][device_rows] == DEVICE_KINDS.index(kind))
+            rows = np.flatnonzero(device["kind"][device_rows] == GPU_KINDS.index(kind))
             if not len(calls) or not len(rows):
                 continue
             calls = calls[np.lexsort((self._ts[calls], self._external[calls]))]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from advisor.core.event_kinds import CPU_KINDS
 from advisor.core.intervals import Ints
-from advisor.read.trace_events import HOST_KINDS
 
 MAX_DEPTH = 1000
 """Maximum depth. Deeper events get the ancestor at this depth as their parent."""
@@ -27,10 +27,10 @@ ROWS_PER_PART = 1 << 19
 such a cut. The work needs a hundred bytes per row."""
 
 _KEY_LIMIT = 1 << 62
-_ANNOTATION, _PYTHON = HOST_KINDS.index("annotation"), HOST_KINDS.index("python")
+_ANNOTATION, _PYTHON = CPU_KINDS.index("annotation"), CPU_KINDS.index("python")
 # Ranks that tell which of two host events with the same start and length is the outer one.
 _OUTER_FIRST = np.array(
-    [{"annotation": 0, "python": 1, "op": 2, "runtime": 3}.get(kind, 4) for kind in HOST_KINDS],
+    [{"annotation": 0, "python": 1, "op": 2, "runtime": 3}.get(kind, 4) for kind in CPU_KINDS],
     dtype=np.int8,
 )
 

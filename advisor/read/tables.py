@@ -7,14 +7,13 @@ import msgspec
 import numpy as np
 import polars as pl
 
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.core.intervals import Array
 from advisor.core.trace import (
     CALLS,
     COMMS_SCHEMA,
     COUNTER_SCHEMA,
-    CPU_KINDS,
     CPU_SCHEMA,
-    GPU_KINDS,
     GPU_SCHEMA,
     INPUTS_SCHEMA,
     MEMORY_SCHEMA,
@@ -28,7 +27,7 @@ from advisor.core.trace import (
 )
 from advisor.read.event_columns import MISSING, Columns
 from advisor.read.json_repair import DECODE_ERRORS
-from advisor.read.trace_events import DEVICE_KINDS, copy_parts, sync_kind
+from advisor.read.trace_events import copy_parts, sync_kind
 
 _INT_LIMIT = 1 << 62
 
@@ -110,7 +109,7 @@ def _replace_invalid_devices(numbers: pl.Series) -> pl.Series:
 
 def _parse_copies(device: Columns, texts: list[str]) -> tuple[pl.Series, pl.Series, pl.Series]:
     """Return the direction and memories of copies. Each distinct name is parsed once."""
-    rows = np.flatnonzero(device["kind"] == DEVICE_KINDS.index("memcpy"))
+    rows = np.flatnonzero(device["kind"] == GPU_KINDS.index("memcpy"))
     codes, inverse = np.unique(device["name"][rows], return_inverse=True)
     parts = [copy_parts(texts[code]) for code in codes.tolist()]
     codes_of_rows = np.full(len(device["kind"]), -1, dtype=np.int64)

@@ -7,11 +7,6 @@ import re
 
 from msgspec import Raw, Struct, field
 
-HOST_KINDS = ("op", "annotation", "python", "runtime", "overhead")
-"""Kinds of host events by code, in the same order as ``core.trace.CPU_KINDS``."""
-DEVICE_KINDS = ("kernel", "memcpy", "memset")
-"""Kinds of device work by code, in the same order as ``advisor.core.trace.GPU_KINDS``."""
-
 # Kind of an event by its category. Categories are compared in lower case, which also covers the
 # capitalised spelling that profilers wrote before 2022.
 HOST_CATEGORIES: dict[str, str] = {

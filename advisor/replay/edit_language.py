@@ -26,9 +26,10 @@ from typing import get_args
 from msgspec.structs import replace
 
 from advisor.core.errors import AdvisorError, suggest
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.core.finding import Edit, Instants, Operation, Select
 from advisor.core.text import CAUSE_LABELS, HOST_LABELS
-from advisor.core.trace import BLOCKING_CALLS, CALLS, COPIES, CPU_KINDS, GPU_KINDS, LOADER
+from advisor.core.trace import BLOCKING_CALLS, CALLS, COPIES, LOADER
 
 VERBS: dict[str, Operation] = {
     "remove": "remove", "scale": "scale", "roofline": "roofline", "resize": "resize",

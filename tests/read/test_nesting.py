@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advisor.core.trace import CPU_KINDS
+from advisor.core.event_kinds import CPU_KINDS
 from advisor.read import nesting
 from advisor.read.nesting import MAX_DEPTH, independent_stretches, nest, stack_order
-from advisor.read.trace_events import HOST_KINDS
 
 Row = tuple[int, int, int]
 """A row: thread, start, duration."""
@@ -181,12 +180,8 @@ def test_the_order_is_by_thread_start_longest_outermost_kind(rows: list[tuple[in
     outer = ["annotation", "python", "op", "runtime", "overhead"]
     thread, start, dur, kind = (np.array([row[i] for row in rows]) for i in range(4))
     order = stack_order(thread, start, dur, kind)
-    keys = [(t, s, -d, outer.index(HOST_KINDS[k])) for t, s, d, k in rows]
+    keys = [(t, s, -d, outer.index(CPU_KINDS[k])) for t, s, d, k in rows]
     assert [keys[i] for i in order.tolist()] == sorted(keys)
-
-
-def test_kinds_have_the_order_of_the_schema() -> None:
-    assert HOST_KINDS == CPU_KINDS
 
 
 # -- a stretch at a time --------------------------------------------------------------------------
@@ -235,7 +230,7 @@ def test_threads_are_ordered_by_groups_as_all_at_once(rows: list[Row], seed: Any
     thread, start, dur = arrays(rows)
     if not len(rows):
         return
-    kind = np.arange(len(rows)) % len(HOST_KINDS)
+    kind = np.arange(len(rows)) % len(CPU_KINDS)
     order = stack_order(thread, start, dur, kind).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nesting, "ROWS_PER_PART", 5)

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from advisor import AdvisorError
+from advisor.core.event_kinds import CPU_KINDS, GPU_KINDS
 from advisor.core.finding import Edit, Instants, Select
 from advisor.core.text import cause_label
-from advisor.core.trace import CALLS, COPIES, CPU_KINDS, GPU_KINDS
+from advisor.core.trace import CALLS, COPIES
 from advisor.measure.host.gaps import CAUSES
 from advisor.replay.edit_language import LOADER, parse_edit, write_edit
 

@@ -8,8 +8,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from advisor.core.event_kinds import CPU_KINDS
 from advisor.core.intervals import Intervals, Ints, union
-from advisor.core.trace import CALLS, CPU_KINDS, DEVICE_STEPS, JAX, PYTORCH, TENSORFLOW, TF_DATA
+from advisor.core.trace import CALLS, DEVICE_STEPS, JAX, PYTORCH, TENSORFLOW, TF_DATA
 from advisor.read.formats.xplane.xspace import Events, Plane, XLine
 from advisor.read.trace_events import call_class
 

@@ -12,8 +12,9 @@ import numpy as np
 import polars as pl
 
 from advisor.core.errors import AdvisorError
+from advisor.core.event_kinds import GPU_KINDS
 from advisor.core.gpus import known_gpus
-from advisor.core.trace import GPU_KINDS, JAX, PYTORCH, TENSORFLOW, Device, Trace, TraceMeta
+from advisor.core.trace import JAX, PYTORCH, TENSORFLOW, Device, Trace, TraceMeta
 from advisor.read.build import build_trace
 from advisor.read.protobuf import PADDING, MalformedMessage, varint
 from advisor.read.reader import Reader, ReaderClaim, ReadOptions, Tool

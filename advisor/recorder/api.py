@@ -157,7 +157,7 @@ class Recorder:
 
             @functools.wraps(function)
             async def run_async_generator(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
-                with _Call(self):
+                with _DecoratedCall(self):
                     inner = function(*args, **kwargs)
                     try:
                         sent = None
@@ -179,7 +179,7 @@ class Recorder:
 
             @functools.wraps(function)
             def run_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-                with _Call(self):
+                with _DecoratedCall(self):
                     return (yield from function(*args, **kwargs))
 
             return run_generator
@@ -187,14 +187,14 @@ class Recorder:
 
             @functools.wraps(function)
             async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
-                with _Call(self):
+                with _DecoratedCall(self):
                     return await function(*args, **kwargs)
 
             return run_coroutine
 
         @functools.wraps(function)
         def run_function(*args: Any, **kwargs: Any) -> Any:
-            with _Call(self):
+            with _DecoratedCall(self):
                 return function(*args, **kwargs)
 
         return run_function
@@ -220,7 +220,7 @@ class Recorder:
             log.warning("advisor: already recording; the recording inside is left out")
 
 
-class _Call:
+class _DecoratedCall:
     """Context manager around one call of a decorated function."""
 
     def __init__(self, recorder: Recorder) -> None:

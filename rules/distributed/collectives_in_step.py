@@ -40,7 +40,7 @@ _FUNCTION = r"^torch/distributed/distributed_c10d\.py\(\d+\): (?:{})$"
 _BYTES = r"^(?:unsigned char|u?int8(?:_t)?|Byte|Char)$"
 
 
-class _Kind(NamedTuple):
+class _NeedlessKind(NamedTuple):
     """Kind of collective that training does not need in each step."""
 
     noun: str
@@ -52,11 +52,13 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    "metrics": _Kind("all-reduce of metrics", "all_reduce|reduce", (0.1, 0.0, 0.5)),
-    "barriers": _Kind("barrier", "barrier|monitored_barrier", (0.5, 0.0, 0.9)),
-    "objects": _Kind("exchange of Python objects", r"\w+_object(?:_list)?", (0.1, 0.0, 0.5)),
-    "whole tensors": _Kind("gather of whole tensors", "gather", (0.1, 0.0, 0.5)),
-    "buffers": _Kind("broadcast of buffers", "broadcast", (0.0, 0.0, 0.5)),
+    "metrics": _NeedlessKind("all-reduce of metrics", "all_reduce|reduce", (0.1, 0.0, 0.5)),
+    "barriers": _NeedlessKind("barrier", "barrier|monitored_barrier", (0.5, 0.0, 0.9)),
+    "objects": _NeedlessKind(
+        "exchange of Python objects", r"\w+_object(?:_list)?", (0.1, 0.0, 0.5)
+    ),
+    "whole tensors": _NeedlessKind("gather of whole tensors", "gather", (0.1, 0.0, 0.5)),
+    "buffers": _NeedlessKind("broadcast of buffers", "broadcast", (0.0, 0.0, 0.5)),
 }
 
 

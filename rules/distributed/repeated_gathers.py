@@ -93,8 +93,7 @@ class RepeatedGathers(Rule):
         yield Finding(
             summary=(
                 f"Each of {micro_batches} micro-batches gathers {t.format_bytes(size)} of "
-                "parameters. "
-                f"The repeated all-gathers are exposed for "
+                "parameters. The repeated all-gathers are exposed for "
                 f"{t.format_duration(sum_column(repeated['exposed']) / a.step_count)} "
                 f"{t.format_per(a.per)}."
             ),

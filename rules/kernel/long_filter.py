@@ -27,7 +27,7 @@ TRANSFORM_BYTES = 48
 """Bytes that a transform moves per value on a GPU: a value is read and written in three passes."""
 
 
-class Filter(NamedTuple):
+class FilterCall(NamedTuple):
     """A call of ``conv1d`` in which each channel has filters of its own."""
 
     taps: int
@@ -92,7 +92,7 @@ class LongFilter(Rule):
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
             return
         table = outermost_in_steps(a).filter(pl.col("name") == CONVOLUTION).drop_nulls("inputs")
-        filters: dict[int, Filter] = {}
+        filters: dict[int, FilterCall] = {}
         for row, inputs in table.select("row", "inputs").iter_rows():
             found = _parse_filter(inputs_at(a, inputs))
             if found is not None and found.taps >= self.min_taps:
@@ -126,7 +126,7 @@ class LongFilter(Rule):
         )
 
     def _estimate_transforms(
-        self, a: Analysis, filters: list[Filter], passes: float
+        self, a: Analysis, filters: list[FilterCall], passes: float
     ) -> tuple[float, float, float] | None:
         """Return the time of the transforms instead, expected, at best and at worst, ns. ``None``
         on a GPU of unknown bandwidth."""
@@ -154,7 +154,7 @@ class LongFilter(Rule):
         }
 
 
-def _parse_filter(x: OpInputs) -> Filter | None:
+def _parse_filter(x: OpInputs) -> FilterCall | None:
     """Return the filter of a call, or ``None`` if channels are mixed or the stride is not one."""
     signal, weight = x.tensor(0), x.tensor(1)
     if signal is None or weight is None or len(weight.shape) != 3 or not signal.shape:
@@ -166,7 +166,7 @@ def _parse_filter(x: OpInputs) -> Filter | None:
     length = signal.shape[-1] + 2 * (padding[0] if padding else 0)
     sequences = prod(signal.shape[:-1])
     batch = signal.shape[0] if len(signal.shape) > 2 else 1
-    return Filter(taps, length, sequences + outputs + batch * outputs)
+    return FilterCall(taps, length, sequences + outputs + batch * outputs)
 
 
 def _build_training(

@@ -10,7 +10,7 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.device.product_chains import PRODUCTS, SPARSE_MM, Chain, parse_chain
+from advisor.measure.device.product_chains import PRODUCTS, SPARSE_MM, ProductChain, parse_chain
 from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import NODE_PREFIX
@@ -100,7 +100,7 @@ class ProductOrder(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or not a.step_count or a.trace.inputs.is_empty() or is_compiled(a):
             return
-        by_case: dict[str, list[tuple[Chain, Rows, Rows, list[float]]]] = {}
+        by_case: dict[str, list[tuple[ProductChain, Rows, Rows, list[float]]]] = {}
         for chain, pairs in _find_chains(a):
             rows, ns, *left = self._estimate(a, chain, pairs)
             if self.max_remaining_share * ns >= left[1] > 0:
@@ -136,7 +136,7 @@ class ProductOrder(Rule):
             )
 
     def _estimate(
-        self, a: Analysis, chain: Chain, pairs: Rows
+        self, a: Analysis, chain: ProductChain, pairs: Rows
     ) -> tuple[Rows, float, float, float, float]:
         """Return the rows of the products with their backward pass, their time, and what remains of
         it in the other order (expected, at best, at worst), ns."""
@@ -205,7 +205,7 @@ class ProductOrder(Rule):
         }
 
 
-def _find_chains(a: Analysis) -> Iterator[tuple[Chain, Rows]]:
+def _find_chains(a: Analysis) -> Iterator[tuple[ProductChain, Rows]]:
     """Yield chains by names and inputs, with the rows of ``trace.cpu`` of both products as two
     columns."""
     table = outermost_in_steps(a)

@@ -54,7 +54,7 @@ class Repeat(NamedTuple):
     """Number of query heads per head of keys."""
 
 
-class Reader(NamedTuple):
+class ReadingOperator(NamedTuple):
     """An operator of attention that reads such copies."""
 
     row: int
@@ -210,7 +210,7 @@ class RepeatedKeysValues(Rule):
     def _edits(
         self,
         a: Analysis,
-        readers: list[Reader],
+        readers: list[ReadingOperator],
         copies: Rows,
         ns: int,
         backward: Rows,
@@ -258,7 +258,7 @@ def _sorted_rows(rows: Iterable[int]) -> Rows:
     return np.array(sorted(set(rows)), dtype=np.int64)
 
 
-def _copy_rows(readers: Iterable[Reader]) -> Rows:
+def _copy_rows(readers: Iterable[ReadingOperator]) -> Rows:
     return _sorted_rows(
         row for reader in readers for repeat in reader.repeats for row in repeat.rows
     )
@@ -274,7 +274,7 @@ def _remove_host_calls(a: Analysis, rows: Rows) -> Edit:
     return scale_edit(Select(on="host", kind=("op",), name=names), left, left, 1.0)
 
 
-def _find_readers(a: Analysis) -> Iterator[Reader]:
+def _find_readers(a: Analysis) -> Iterator[ReadingOperator]:
     """Yield operators of attention in the analysed steps that read repeated keys or values."""
     cpu = a.trace.cpu
     is_candidate = (
@@ -311,7 +311,7 @@ class _ThreadState:
     repeats: list[tuple[int, Repeat]] = field(default_factory=list)
     """Copies that nothing has read yet, each with the count at its call."""
 
-    def add(self, row: int, name: str, x: OpInputs, *, on_device: bool) -> Reader | None:
+    def add(self, row: int, name: str, x: OpInputs, *, on_device: bool) -> ReadingOperator | None:
         """Process the next operator; return it if it is attention that reads repeated copies."""
         self.count += 1
         self.repeats = [item for item in self.repeats if self.count - item[0] <= MAX_BEHIND]
@@ -355,7 +355,7 @@ class _ThreadState:
                 return _merge_repeat((row,), expanded, repeated_axes[0], counts[repeated_axes[0]])
         return None
 
-    def _match_product(self, row: int, name: str, x: OpInputs) -> Reader | None:
+    def _match_product(self, row: int, name: str, x: OpInputs) -> ReadingOperator | None:
         """Match a product of hand-written attention: of queries and keys, or of weights and
         values."""
         tensors = x.tensors[1:] if name == "aten::baddbmm" else x.tensors
@@ -367,10 +367,12 @@ class _ThreadState:
             outer_shape = tuple(outer) if len(b) == 4 else (outer[0] * outer[1],)
             if b[:-2] == outer_shape and sorted(b[-2:]) == sorted((tokens, size)):
                 self.repeats.remove(item)
-                return Reader(row, [item[1]], a[-2], product=True, ungrouped=False)
+                return ReadingOperator(row, [item[1]], a[-2], product=True, ungrouped=False)
         return None
 
-    def _match_attention(self, row: int, name: str, x: OpInputs, on_device: bool) -> Reader | None:
+    def _match_attention(
+        self, row: int, name: str, x: OpInputs, on_device: bool
+    ) -> ReadingOperator | None:
         operands = [x.tensor(at) for at in range(3)]
         if any(item is None or len(item.shape) != 4 for item in operands):
             return None
@@ -386,7 +388,7 @@ class _ThreadState:
         is_wide = operands[0] is not None and (operands[0].width or 0) > 2
         has_mask = name not in HEADS_LAST and x.tensor(3) is not None
         ungrouped = on_device and (is_wide or has_mask or query[3] > MAX_HEAD_SIZE)
-        return Reader(
+        return ReadingOperator(
             row,
             [item[1] for item in matched[-2:]],
             query[2],

@@ -23,7 +23,7 @@ TRAINING_OPS = r"backward|AccumulateGrad|^aten::_(?:fused|foreach)_"
 """Operators that take a trained weight or its gradient."""
 
 
-class Filter(NamedTuple):
+class FilterUse(NamedTuple):
     """Calls with the same filter."""
 
     weight: Shape
@@ -128,18 +128,18 @@ class SeparableFilter(Rule):
     def _size_limit(a: Analysis) -> str:
         return "min_size_on_cpu" if a.device_id is None else "min_size"
 
-    def _find_filters(self, a: Analysis) -> list[Filter]:
+    def _find_filters(self, a: Analysis) -> list[FilterUse]:
         """Return the large filters that are not trained, by shape."""
         channels = self.max_channels if (a.forward_op >= 0).any() else 1
         min_size = getattr(self, self._size_limit(a))
-        filters: dict[Shape, Filter] = {}
+        filters: dict[Shape, FilterUse] = {}
         for name, x, rows in calls_by_inputs(a, CONVOLUTIONS):
             weight = _parse_filter(name, x)
             if weight is None or weight[0] > channels:
                 continue
             if min(weight[2:]) < min_size:
                 continue
-            filter_ = filters.setdefault(weight, Filter(weight, [], []))
+            filter_ = filters.setdefault(weight, FilterUse(weight, [], []))
             (filter_.backward if name == BACKWARD else filter_.forward).extend(rows.tolist())
         trained = _find_trained_shapes(a) if filters else set()
         return [one for one in filters.values() if one.forward and one.weight not in trained]
@@ -189,7 +189,7 @@ def _find_trained_shapes(a: Analysis) -> set[Shape]:
     return shapes
 
 
-def _find_places(a: Analysis, filter_: Filter) -> list[Location]:
+def _find_places(a: Analysis, filter_: FilterUse) -> list[Location]:
     """Return the places of the calls. If the window has no stacks, sampled stacks outside
     ``nn.Conv2d`` give the first place."""
     places = costliest_places(a, np.array(filter_.forward))

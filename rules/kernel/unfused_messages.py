@@ -22,7 +22,7 @@ OPS_BETWEEN_GATHER_AND_SCATTER = ("aten::mul", "aten::mul_", "aten::fill_", "ate
 MAX_BETWEEN = 3
 
 
-class Chain(NamedTuple):
+class MessageChain(NamedTuple):
     """Kernels that compute the messages of all edges and add them up."""
 
     rows: list[int]
@@ -136,7 +136,7 @@ def _count_passes(a: Analysis, count: int) -> str:
     return t.count_noun(max(1, round(count / a.step_count)), "pass", "passes")
 
 
-def _find_chains(a: Analysis) -> list[Chain]:
+def _find_chains(a: Analysis) -> list[MessageChain]:
     """Return chains from a gather to the scatter-add of the same rows."""
     gpu, cpu = a.trace.gpu, a.trace.cpu
     rows = np.flatnonzero(kernel_mask(a) & gpu["op"].is_not_null().to_numpy())
@@ -166,7 +166,7 @@ def _find_chains(a: Analysis) -> list[Chain]:
 
 def _match_chain(
     a: Analysis, rows: list[int], gather_op: int, scatter_op: int, between: list[str]
-) -> Chain | None:
+) -> MessageChain | None:
     """Return the chain if both operators use the same rows, or ``None``."""
     inputs = [a.trace.cpu["inputs"][row] for row in (gather_op, scatter_op)]
     if None in inputs:
@@ -184,7 +184,9 @@ def _match_chain(
     if len(index.shape) == 2 and (index.shape[1] != width or (index.strides or (1, 0))[1] != 0):
         return None  # each value has an index of its own
     products = sum(name.startswith("aten::mul") for name in between)
-    return Chain(rows, nodes, edges, width, edges * width * (messages.width or 4), 1 + products)
+    return MessageChain(
+        rows, nodes, edges, width, edges * width * (messages.width or 4), 1 + products
+    )
 
 
 def _add_convolution(

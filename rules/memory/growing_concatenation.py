@@ -322,7 +322,7 @@ def _build_bank(
     return b
 
 
-class _Kind(NamedTuple):
+class _AppendKind(NamedTuple):
     """Concatenations that may append to one tensor."""
 
     axis: int
@@ -353,7 +353,7 @@ def _find_appends(a: Analysis) -> list[_Appends]:
     cpu = a.trace.cpu
     calls = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())[:MAX_CALLS]
     shapes_by_index: dict[int, list[tuple[int, ...]]] = {}
-    kinds: dict[_Kind, list[tuple[int, int]]] = defaultdict(list)
+    kinds: dict[_AppendKind, list[tuple[int, int]]] = defaultdict(list)
     for row, index in zip(calls.tolist(), cpu["inputs"].gather(calls).to_list(), strict=True):
         if index is None:
             continue
@@ -369,11 +369,11 @@ def _find_appends(a: Analysis) -> list[_Appends]:
         length, appended = shapes[0][axis], shapes[1][axis]
         if 0 < appended < length:
             others = (*shapes[0][:axis], 0, *shapes[0][axis + 1 :])
-            kinds[_Kind(axis, others, appended)].append((row, length))
+            kinds[_AppendKind(axis, others, appended)].append((row, length))
     return [_longest_run(a, kind, rows) for kind, rows in kinds.items()]
 
 
-def _longest_run(a: Analysis, kind: _Kind, rows: list[tuple[int, int]]) -> _Appends:
+def _longest_run(a: Analysis, kind: _AppendKind, rows: list[tuple[int, int]]) -> _Appends:
     """Find the run of most lengths, in order of time. Each is equal to the one before, or longer by
     the appended part."""
     runs: list[list[tuple[int, int]]] = [rows[:1]]
@@ -388,7 +388,7 @@ def _longest_run(a: Analysis, kind: _Kind, rows: list[tuple[int, int]]) -> _Appe
     return _Appends(lengths, calls, np.array(slices, dtype=np.int64))
 
 
-def _find_slices(a: Analysis, kind: _Kind, calls: Rows, length: int) -> list[int]:
+def _find_slices(a: Analysis, kind: _AppendKind, calls: Rows, length: int) -> list[int]:
     """Find the first readers of the results, if each takes all but the oldest entries of one."""
     full_length = length + kind.appended
     shape = (*kind.others[: kind.axis], full_length, *kind.others[kind.axis + 1 :])

@@ -52,7 +52,7 @@ class Dropped(NamedTuple):
     """Number of shapes of the results."""
 
 
-class _Call(NamedTuple):
+class _OperatorCall(NamedTuple):
     row: int
     name: str
     inputs: OpInputs | None
@@ -83,7 +83,7 @@ def find_dropped_columns(a: Analysis, max_kept: float) -> Iterator[Dropped]:
     """Yield chains with a product or a short-time Fourier transform, of whose positions in the last
     dimension at most ``max_kept`` are taken, if nothing else reads their results."""
     calls = [
-        _Call(row, name, x, [tensor.shape for tensor in x.tensors] if x else [])
+        _OperatorCall(row, name, x, [tensor.shape for tensor in x.tensors] if x else [])
         for row, name, x in (
             (row, name, None if at is None else inputs_at(a, at))
             for row, name, at in outermost_in_steps(a).select("row", "name", "inputs").iter_rows()
@@ -115,7 +115,7 @@ def find_dropped_columns(a: Analysis, max_kept: float) -> Iterator[Dropped]:
     yield from found.values()
 
 
-def _read_part(calls: list[_Call], at: int) -> tuple[Shape, float, str] | None:
+def _read_part(calls: list[_OperatorCall], at: int) -> tuple[Shape, float, str] | None:
     """Return the shape that positions of the last dimension are taken from, their share and the
     index. One sample may be selected just before: then it is the shape of all samples."""
     name, x = calls[at].name, calls[at].inputs
@@ -140,7 +140,7 @@ def _read_part(calls: list[_Call], at: int) -> tuple[Shape, float, str] | None:
     return shape, (end - start) / shape[-1], ":, " * last + text
 
 
-def _rows_of_takers(calls: list[_Call], readers: list[int]) -> Iterator[int]:
+def _rows_of_takers(calls: list[_OperatorCall], readers: list[int]) -> Iterator[int]:
     """Yield the rows of operators that take positions, with those that take them of one sample."""
     for at in readers:
         yield calls[at].row
@@ -153,7 +153,7 @@ def _rows_of_takers(calls: list[_Call], readers: list[int]) -> Iterator[int]:
 
 
 def _read_part_of_sample(
-    calls: list[_Call], at: int, shape: Shape, dim: int
+    calls: list[_OperatorCall], at: int, shape: Shape, dim: int
 ) -> tuple[Shape, float, str] | None:
     """Return the part that is taken of one sample, which ``calls[at]`` selects of all."""
     rest = (*shape[:dim], *shape[dim + 1 :])
@@ -180,7 +180,7 @@ def _takes_all(name: str, x: OpInputs, shape: Shape) -> bool:
     return range_taken(name, x, x.argument(1), size) == (0, size)
 
 
-def _find_chain(calls: list[_Call], at: int, shape: Shape) -> list[int] | None:
+def _find_chain(calls: list[_OperatorCall], at: int, shape: Shape) -> list[int] | None:
     """Return the positions of the operators that lead to a tensor of ``shape`` at ``at``, and work
     on each position of its last dimension alone. ``None`` without a product or transform."""
     size = shape[-1]
@@ -211,7 +211,7 @@ def _count_frames(x: OpInputs) -> int | None:
     return (data.shape[-1] - size) // hop + 1
 
 
-def _find_next_call(calls: list[_Call], at: int, first: int) -> int:
+def _find_next_call(calls: list[_OperatorCall], at: int, first: int) -> int:
     """Return the position after ``at`` where the operator ``first`` runs again, or the end."""
     name, shapes = calls[first].name, calls[first].shapes
     following = range(at + 1, len(calls))

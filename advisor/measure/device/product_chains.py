@@ -15,7 +15,7 @@ SPARSE_PRODUCTS = ((0, 3), (0, 2), (1, 2))
 (0, 1) and one of the other order (2, 3)."""
 
 
-class Chain(NamedTuple):
+class ProductChain(NamedTuple):
     """A product of three matrices: ``outer`` [rows, inner], ``middle`` [inner, joined] and
     ``third`` [joined, columns]. The program multiplies outer and middle first."""
 
@@ -87,7 +87,7 @@ def _read_matrices(name: str, x: OpInputs) -> tuple[MatrixProduct, list[Shape], 
     return product, shapes, [has_no_strides[0] or name == SPARSE_MM, has_no_strides[1]]
 
 
-def parse_chain(name: str, x: OpInputs, second_name: str, y: OpInputs) -> Chain | None:
+def parse_chain(name: str, x: OpInputs, second_name: str, y: OpInputs) -> ProductChain | None:
     """Return the chain of two products, or ``None`` if the second does not multiply the result of
     the first with another matrix."""
     first, second = _read_matrices(name, x), _read_matrices(second_name, y)
@@ -109,7 +109,7 @@ def parse_chain(name: str, x: OpInputs, second_name: str, y: OpInputs) -> Chain 
     sparse = [*sparse, is_sparse[1 - position]]
     if sparse.count(True) > 1:
         return None
-    return Chain(
+    return ProductChain(
         sizes=(rows, inner, joined, other[-2 if position else -1]),
         batches=(*batches, prod(other[:-2])),
         sparse=sparse.index(True) if True in sparse else None,

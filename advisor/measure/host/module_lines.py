@@ -33,7 +33,7 @@ WEIGHT_POSITION = {
 """Position of the weights among an operator's inputs."""
 
 
-class Layer(NamedTuple):
+class LocatedModules(NamedTuple):
     """Modules of one name, class and shape, called from one line."""
 
     name: str
@@ -41,33 +41,35 @@ class Layer(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
 
 
-def recorded_layers(a: Analysis) -> list[Layer]:
+def located_modules(a: Analysis) -> list[LocatedModules]:
     """Read the recorder's tables of modules, without modules whose calling line is unknown."""
     events = [] if a.rank_record is None else a.rank_record.events_of("modules")
     tables = [event.get("modules") for event in events]
     rows = [row for table in tables if isinstance(table, list) for row in table]
-    return [layer for row in rows if (layer := _read_layer(row)) is not None]
+    return [layer for row in rows if (layer := _read_modules(row)) is not None]
 
 
-def _read_layer(row: Any) -> Layer | None:
+def _read_modules(row: Any) -> LocatedModules | None:
     if not isinstance(row, list) or len(row) != 5 or not isinstance(row[3], list):
         return None
     name, kind, _, shapes, text = row
     frame = parse_frame(text) if isinstance(text, str) else None
     if frame is None or not all(isinstance(shape, list) for shape in shapes):
         return None
-    return Layer(f"{name} ({kind})", frame.location, tuple(tuple(shape) for shape in shapes))
+    return LocatedModules(
+        f"{name} ({kind})", frame.location, tuple(tuple(shape) for shape in shapes)
+    )
 
 
 def line_of_layer(a: Analysis, place: Location) -> Location | None:
     """Find the line that calls the layer in which an operator of ``place`` takes most of its time.
     If several lines of one function call layers of that shape, return the function's first.
     ``None`` if no layer has matching weights, or layers of several functions do."""
-    layers = recorded_layers(a)
+    layers = located_modules(a)
     if not layers or place.op is None:
         return None
     times: Counter[tuple[str, str]] = Counter()
-    layers_by_function: dict[tuple[str, str], list[Layer]] = {}
+    layers_by_function: dict[tuple[str, str], list[LocatedModules]] = {}
     total = 0
     for call, ns in _list_calls(a, place):
         total += ns
@@ -108,7 +110,7 @@ def _list_calls(a: Analysis, location: Location) -> Iterator[tuple[int, int]]:
     yield from calls.sort("ns", "row", descending=True).head(MAX_CALLS).select("row", "ns").rows()
 
 
-def _find_layers(a: Analysis, call: int, layers: list[Layer]) -> list[Layer]:
+def _find_layers(a: Analysis, call: int, layers: list[LocatedModules]) -> list[LocatedModules]:
     """Return the layers whose weights have the same shape as the weights of a call."""
     cpu = a.trace.cpu
     position, inputs = WEIGHT_POSITION.get(str(cpu["name"][call])), cpu["inputs"][call]

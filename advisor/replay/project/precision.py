@@ -102,7 +102,7 @@ class PrecisionResult(NamedTuple):
 
 
 @dataclass
-class _Call:
+class _ProductCall:
     """Matrix product of one operator call, with its kernels."""
 
     rows: list[int]
@@ -190,7 +190,7 @@ class _Conversion:
 
     # -- what is multiplied -------------------------------------------------------------------
 
-    def _find_calls(self) -> list[_Call]:
+    def _find_calls(self) -> list[_ProductCall]:
         """Return the products with a weight, one per operator call."""
         a = self.a
         kernels = a.kernels.with_columns(row=pl.int_range(pl.len()), dur=a.trace.gpu["dur"])
@@ -199,7 +199,7 @@ class _Conversion:
         backward = np.asarray(self.a.forward_op >= 0)
         inputs = a.trace.cpu["inputs"].fill_null(-1).to_numpy()
         shapes: dict[tuple[str, int], Gemm | None] = {}
-        result: dict[int, _Call] = {}
+        result: dict[int, _ProductCall] = {}
         for row, op, name, dtype, dur in (
             matrix.select("row", "op_row", "op_name", pl.col("dtype").cast(pl.String), "dur")
         ).iter_rows():
@@ -225,7 +225,7 @@ class _Conversion:
                 role: Role = "input gradient" if backward[op] else "forward"
                 gemm = gemm._replace(role=role)
             node = int(nodes[row])
-            result[op] = _Call([row], node, gemm, op_name == FUSED_OP, float(dur))
+            result[op] = _ProductCall([row], node, gemm, op_name == FUSED_OP, float(dur))
         calls = list(result.values())
         self._weight_gradients(calls)
         return calls
@@ -238,7 +238,7 @@ class _Conversion:
             return None
         return Gemm(product.m, product.n, product.k, dtype, size, "inference")
 
-    def _weight_gradients(self, calls: list[_Call]) -> None:
+    def _weight_gradients(self, calls: list[_ProductCall]) -> None:
         """Find the products of the backward pass whose output has the sizes of a weight."""
         forward = {
             frozenset((c.gemm.k, c.gemm.n))
@@ -252,7 +252,7 @@ class _Conversion:
                 if sizes in forward and call.gemm.k in rows:
                     call.gemm = call.gemm._replace(role="weight gradient")
 
-    def _judge(self, call: _Call) -> None:
+    def _judge(self, call: _ProductCall) -> None:
         gemm = call.gemm
         assert gemm is not None
         if any(size % MULTIPLE for size in (gemm.n, gemm.k)) and self.name != SPARSE:
@@ -268,10 +268,10 @@ class _Conversion:
             best, middle, worst = call.estimate.quantize
             call.estimate = call.estimate._replace(quantize=(best, middle + extra, worst + extra))
 
-    def _choose_groups(self, calls_with_shapes: list[_Call]) -> None:
+    def _choose_groups(self, calls_with_shapes: list[_ProductCall]) -> None:
         """Leave products that would take longer unconverted: products of one shape together; in
         training, a layer's three products, which share their quantised tensors."""
-        groups: dict[tuple[int, frozenset[int]] | Gemm, list[_Call]] = {}
+        groups: dict[tuple[int, frozenset[int]] | Gemm, list[_ProductCall]] = {}
         for call in calls_with_shapes:
             gemm = call.gemm
             assert gemm is not None
@@ -293,7 +293,7 @@ class _Conversion:
     # -- the step -----------------------------------------------------------------------------
 
     def _step(
-        self, calls: list[_Call], replayer: WindowReplayer, *, launching: bool = True
+        self, calls: list[_ProductCall], replayer: WindowReplayer, *, launching: bool = True
     ) -> Three:
         """Return (best, central, worst) of the step, ns: each product takes its estimated time. If
         the host launches each kernel (``launching``), each quantising kernel adds a launch."""
@@ -338,9 +338,9 @@ class _Conversion:
 
     # -- what is reported -------------------------------------------------------------------------
 
-    def _group_layers(self, calls_with_shapes: list[_Call]) -> list[LinearLayerGroup]:
+    def _group_layers(self, calls_with_shapes: list[_ProductCall]) -> list[LinearLayerGroup]:
         layers = self.a.layers
-        groups: dict[tuple[str, Gemm, str], list[_Call]] = {}
+        groups: dict[tuple[str, Gemm, str], list[_ProductCall]] = {}
         for call in calls_with_shapes:
             assert call.gemm is not None
             kind = ""
@@ -375,7 +375,7 @@ class _Conversion:
             )
         return sorted(result, key=lambda layer: -layer.ns)
 
-    def _list_distinct(self, calls: list[_Call]) -> list[Gemm]:
+    def _list_distinct(self, calls: list[_ProductCall]) -> list[Gemm]:
         """Return one product per weight: one per module, else the products of one step."""
         by_module: dict[tuple[int, Gemm], Gemm] = {}
         counts: Counter[Gemm] = Counter()
@@ -390,7 +390,7 @@ class _Conversion:
         single = [g for g, n in counts.items() for _ in range(max(1, n // self.a.step_count))]
         return [*by_module.values(), *single]
 
-    def _count_freed_bytes(self, calls: list[_Call]) -> float:
+    def _count_freed_bytes(self, calls: list[_ProductCall]) -> float:
         narrow = self.narrow
         return float(
             sum(

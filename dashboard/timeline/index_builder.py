@@ -29,7 +29,7 @@ from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.stacks import frame_rank, parent_rows
 from advisor.measure.steps.steps import rename_step_mark
-from advisor.measure.steps.timeline import CLASSES, CODE
+from advisor.measure.steps.timeline import CLASS_CODE, CLASSES
 
 MAX_OPEN_THREADS = 2
 """Number of threads that start expanded."""
@@ -367,7 +367,7 @@ def _activity_lanes(builder: IndexBuilder, a: Analysis) -> dict[int, Any]:
         timeline.row[pieces],
     )
     end = timeline.end[np.append(pieces[1:] - 1, len(timeline.code) - 1)] if len(pieces) else start
-    recorded = code != CODE["unrecorded"]
+    recorded = code != CLASS_CODE["unrecorded"]
     owner, code, start, end, row = (column[recorded] for column in (owner, code, start, end, row))
     framework = a.trace.meta.framework
     labels = np.array(

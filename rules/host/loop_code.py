@@ -17,7 +17,7 @@ from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import NESTED, SampledStack
 from advisor.measure.steps.steps import rows_in_steps
-from advisor.measure.steps.timeline import CODE
+from advisor.measure.steps.timeline import CLASS_CODE
 from advisor.rules.support.citations import CHOSEN, XPROF
 from advisor.rules.support.common import Rows, amount_per_step, locate_row, of_step, scale_edit
 from advisor.rules.support.kernel_work import exact_pattern
@@ -232,7 +232,7 @@ class LoopTime:
         main = a.trace.main_thread
         assert main is not None
         pieces = a.timeline.pieces_within(main, a.spans.start, a.spans.end)
-        python, dispatch = CODE["python"], CODE["dispatch"]
+        python, dispatch = CLASS_CODE["python"], CLASS_CODE["dispatch"]
         is_counted = (pieces.row >= 0) & np.isin(
             pieces.code, [python, dispatch] if trains else [python]
         )

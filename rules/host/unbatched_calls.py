@@ -27,7 +27,7 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.testing import Examples, TraceBuilder
 
-_PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")
+_SAMPLE_PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")
 _RESULTS = (
     "item|_local_scalar_dense|is_nonzero|multinomial|bernoulli|argmax|max|topk|cat|add|add_|mul"
     r"|index_put_|copy_|\w*cell|lstm|gru|rnn_\w+|scaled_dot_product_attention"
@@ -94,7 +94,7 @@ class UnbatchedCalls(Rule):
         if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
-        products = table.filter(pl.col("name").str.contains(_PRODUCTS.pattern))
+        products = table.filter(pl.col("name").str.contains(_SAMPLE_PRODUCTS.pattern))
         counted = products.group_by("name", "inputs").agg(pl.len()).sort("len", "name", "inputs")
         min_count = self.min_calls * a.step_count
         candidates = [

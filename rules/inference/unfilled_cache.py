@@ -22,7 +22,7 @@ from advisor.testing import Examples, TraceBuilder
 
 SLICE, COPY = "aten::slice", "aten::copy_"
 ATTENTION = "aten::scaled_dot_product_attention"
-PRODUCTS = ("aten::matmul", "aten::bmm")
+CACHE_PRODUCTS = ("aten::matmul", "aten::bmm")
 
 
 class PartlyFilled(NamedTuple):
@@ -131,7 +131,7 @@ class UnfilledCache(Rule):
     def _find_partly_filled(self, a: Analysis) -> dict[Shape, PartlyFilled]:
         """Return the operators that read a whole cache, by its shape."""
         table = outermost_in_steps(a).filter(
-            pl.col("name").is_in([SLICE, COPY, ATTENTION, *PRODUCTS])
+            pl.col("name").is_in([SLICE, COPY, ATTENTION, *CACHE_PRODUCTS])
         )
         result: dict[Shape, PartlyFilled] = {}
         filled: dict[Shape, int] = {}
@@ -217,9 +217,9 @@ def _build_decoding(
             b.compute(COPY, 5, [query, query, []])
         keys = [24, 8, end, 32] if cut else cache
         if by_hand:
-            b.compute(PRODUCTS[0], us / 2, [query, [24, 8, 32, keys[2]]])
+            b.compute(CACHE_PRODUCTS[0], us / 2, [query, [24, 8, 32, keys[2]]])
             b.compute("aten::softmax", 20, [[24, 8, 1, keys[2]], [], []])
-            b.compute(PRODUCTS[0], us / 2, [[24, 8, 1, keys[2]], keys])
+            b.compute(CACHE_PRODUCTS[0], us / 2, [[24, 8, 1, keys[2]], keys])
         else:
             mask = [[1, keys[2]], [], [], [], []] if masked else []
             b.compute(ATTENTION, us, [query, keys, keys, *mask])

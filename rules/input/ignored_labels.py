@@ -9,6 +9,7 @@ from advisor.core.finding import Edit, Finding, Impact, Location, Outcomes, Sele
 from advisor.core.intervals import intervals_of
 from advisor.core.rule import Evidence, Rule, Threshold
 from advisor.measure import Analysis
+from advisor.measure.device.matmuls import MATRIX_PRODUCTS
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import line_of_function
 from advisor.measure.steps.steps import rows_in_steps
@@ -26,7 +27,6 @@ from advisor.rules.support.common import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm", "aten::linear", "aten::matmul"))
 OF_TABLES = ("embedding", "index", "optim", "adam", "foreach")
 """Parts of names of operators on a table as wide as the vocabulary, which make no logits."""
 
@@ -196,7 +196,9 @@ def _find_logit_work(a: Analysis, min_classes: int) -> LogitWork | None:
         wide_shapes = [shape for shape in shapes[index] if vocabulary in shape]
         if not wide_shapes or any(part in op for part in OF_TABLES):
             return False
-        return op in PRODUCTS or any(2 * int(np.prod(shape)) >= size for shape in wide_shapes)
+        return op in MATRIX_PRODUCTS or any(
+            2 * int(np.prod(shape)) >= size for shape in wide_shapes
+        )
 
     logit_rows = [row for row, op, index in table.iter_rows() if makes_logits(op, index)]
     positions, ns = size // vocabulary, intervals_of(cpu, logit_rows).total
@@ -206,7 +208,7 @@ def _find_logit_work(a: Analysis, min_classes: int) -> LogitWork | None:
 def _find_products(a: Analysis, work: LogitWork) -> list[Location]:
     """Return the place of the forward product that makes the logits."""
     names = a.trace.cpu["name"].gather(work.rows).cast(pl.String)
-    is_forward = names.is_in(PRODUCTS).to_numpy() & (a.forward_op[work.rows] < 0)
+    is_forward = names.is_in(MATRIX_PRODUCTS).to_numpy() & (a.forward_op[work.rows] < 0)
     return costliest_places(a, work.rows[is_forward], top=1)
 
 

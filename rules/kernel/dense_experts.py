@@ -23,7 +23,7 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
-PRODUCTS = ("aten::linear", "aten::matmul", "aten::addmm", "aten::mm")
+EXPERT_PRODUCTS = ("aten::linear", "aten::matmul", "aten::addmm", "aten::mm")
 
 
 class ExpertRouting(NamedTuple):
@@ -213,7 +213,9 @@ def _count_tokens(x: OpInputs) -> int:
 
 def _find_products(calls: list[ExpertCall], choice: ExpertRouting) -> list[int]:
     """Return the rows of products that run once per expert, on all tokens."""
-    products = [c for c in calls if c.name in PRODUCTS and _count_tokens(c.inputs) == choice.tokens]
+    products = [
+        c for c in calls if c.name in EXPERT_PRODUCTS and _count_tokens(c.inputs) == choice.tokens
+    ]
     counts = Counter((call.name, call.inputs_row) for call in products)
     return [c.row for c in products if counts[c.name, c.inputs_row] % choice.experts == 0]
 

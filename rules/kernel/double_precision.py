@@ -98,7 +98,7 @@ class DoublePrecision(Rule):
         if not a.trains_on_host or not a.span_ns:
             return
         if a.trace.inputs.is_empty():
-            if a.trace.cpu["name"].cast(pl.String).is_in(_PRODUCTS).any():
+            if a.trace.cpu["name"].cast(pl.String).is_in(_DOUBLE_PRODUCTS).any():
                 yield SkippedCheck(
                     what="double precision",
                     why="no input shapes and types",
@@ -112,7 +112,7 @@ class DoublePrecision(Rule):
             .agg(pl.col("ns").sum(), pl.col("ns").filter("double").sum().alias("own"))
             .filter((pl.col("own") >= self.min_double_share * pl.col("ns")) & (pl.col("own") > 0))
         )
-        products = table.filter(pl.col("double") & pl.col("name").is_in(_PRODUCTS))
+        products = table.filter(pl.col("double") & pl.col("name").is_in(_DOUBLE_PRODUCTS))
         ns = int(products["ns"].sum())
         if ns < self.min_share * a.span_ns:
             return
@@ -214,7 +214,7 @@ MIN_MODEL_SHARE = 0.5
 _DOUBLE_TEMPLATE = r"^[^(]*(?:\(anonymous namespace\)[^(]*)*<[^(]*\bdouble\b"
 """A kernel's template arguments with a double among them. Types after those may belong to
 scalars."""
-_PRODUCTS = [
+_DOUBLE_PRODUCTS = [
     f"aten::{name}"
     for name in (
         *("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_addmm_activation"),

@@ -33,7 +33,7 @@ from advisor.rules.support.dropped_columns import (
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
-PRODUCTS = {"aten::linear": -2, "aten::matmul": -1, "aten::addmm": -1, "aten::mm": -1}
+WIDTH_DIMENSION = {"aten::linear": -2, "aten::matmul": -1, "aten::addmm": -1, "aten::mm": -1}
 """Product -> the dimension of its last operand that gives the width of the result."""
 OVER_FEATURES = {"aten::log_softmax": 1, "aten::softmax": 1}
 """Operator over one dimension -> position of the argument with it. Over the last one, it works on
@@ -43,7 +43,7 @@ NORMS = frozenset(("aten::layer_norm", "aten::rms_norm"))
 NORMALIZING = NORMS | OVER_FEATURES.keys()
 """Operators that keep the shape, and may work on each position alone."""
 TRANSFORMS = frozenset(("aten::fft_fft", "aten::fft_rfft"))
-ON_LAST_DIMENSION = frozenset((*PRODUCTS, *TRANSFORMS))
+ON_LAST_DIMENSION = frozenset((*WIDTH_DIMENSION, *TRANSFORMS))
 """Operators on the features of each position, which may change their number."""
 TAKERS = (*TAKES, *INDEXED)
 OF_INDEX = frozenset(("aten::unsqueeze", "aten::expand", "aten::arange"))
@@ -343,7 +343,7 @@ def _find_product_before(names: list[str], keeps: list[bool], at: int) -> int | 
     """Return the index of the product right before an operator; operators in between must keep its
     shape."""
     for index in range(at - 1, max(-1, at - 1 - MAX_BETWEEN), -1):
-        if names[index] in PRODUCTS:
+        if names[index] in WIDTH_DIMENSION:
             return index
         if not keeps[index]:
             return None
@@ -376,7 +376,7 @@ def _find_product_shape(a: Analysis, name: str, index: int | None) -> Shape | No
         shapes = shapes[1:]
     if len(shapes) < 2 or min(map(len, shapes[:2])) < 2:
         return None
-    return (*shapes[0][:-1], shapes[1][PRODUCTS[name]])
+    return (*shapes[0][:-1], shapes[1][WIDTH_DIMENSION[name]])
 
 
 def _build_model(

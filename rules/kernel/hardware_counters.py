@@ -52,17 +52,17 @@ class LibraryAdvice(NamedTuple):
 
 
 _AUTOTUNE = 'model = torch.compile(model, mode="max-autotune")   # times other tiles'
-_PRODUCTS = LibraryAdvice(
+_PRODUCT_ADVICE = LibraryAdvice(
     "Sizes that are multiples of 64, another layout or number format select another tile. "
     "max-autotune times tiles that are written for your sizes.",
     _AUTOTUNE,
 )
-_ATTENTION = LibraryAdvice(
+_ATTENTION_ADVICE = LibraryAdvice(
     "Use another backend of attention, or a split along keys that fits the batch.",
     "from torch.nn.attention import SDPBackend, sdpa_kernel\n"
     "with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):\n    output = model(batch)",
 )
-_VECTORS = LibraryAdvice(
+_VECTOR_ADVICE = LibraryAdvice(
     "A product with a vector reads each weight for one result: use a larger batch, or weights of "
     "fewer bits.",
     "",
@@ -72,15 +72,15 @@ LIBRARY_ADVICE = {
     "": LibraryAdvice(
         "Call another function or algorithm of the library, with larger or merged inputs.", ""
     ),
-    "cuBLAS": _PRODUCTS,
-    "CUTLASS": _PRODUCTS,
-    "rocBLAS": _PRODUCTS,
+    "cuBLAS": _PRODUCT_ADVICE,
+    "CUTLASS": _PRODUCT_ADVICE,
+    "rocBLAS": _PRODUCT_ADVICE,
     "cuDNN": LibraryAdvice(
         "Let cuDNN time its algorithms, or use another memory format.",
         "torch.backends.cudnn.benchmark = True",
     ),
-    "FlashAttention": _ATTENTION,
-    "xFormers": _ATTENTION,
+    "FlashAttention": _ATTENTION_ADVICE,
+    "xFormers": _ATTENTION_ADVICE,
     "PyTorch": LibraryAdvice(
         "Let the compiler generate it, merged with its neighbours.", "model = torch.compile(model)"
     ),
@@ -183,7 +183,7 @@ class CounterRule(Rule):
             return {}
         advice = LIBRARY_ADVICE.get(library, LIBRARY_ADVICE[""])
         if _VECTOR_PRODUCT.search(worst.profile.signature or worst.profile.name):
-            advice = _VECTORS
+            advice = _VECTOR_ADVICE
         fix = [
             f"{worst.label} is a kernel of {library}, whose source you cannot change. Make the "
             f"library choose another kernel. {advice.fix}"

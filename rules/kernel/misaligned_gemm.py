@@ -27,7 +27,7 @@ from advisor.rules.support.common import amount_per_step, example_steps
 from advisor.rules.support.framework_advice import in_any_language
 from advisor.testing import Examples, TraceBuilder
 
-PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
+FIRST_MATRIX = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Ops that multiply two matrices -> position of the first matrix among the inputs."""
 LAYOUT = re.compile(r"_([nt])([nt])(?=[_>\s(]|$)")
 ALIGNED = re.compile(r"_align(\d+)|_ldg(\d+)[_>]")
@@ -319,7 +319,7 @@ class MisalignedGemm(Rule):
         return PaddingSaving(tuple(times.tolist()), 2 * by_rate >= total > 0)
 
     def _parse_layout(self, a: Analysis, inputs: int | None, op: object) -> GemmLayout | None:
-        first = PRODUCTS.get(str(op))
+        first = FIRST_MATRIX.get(str(op))
         if inputs is None or first is None:
             return None
         row = a.trace.inputs.row(inputs, named=True)

@@ -9,7 +9,7 @@ import polars as pl
 from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
-from advisor.measure.device.matmuls import parse_product
+from advisor.measure.device.matmuls import MATRIX_PRODUCTS, parse_product
 from advisor.measure.device.operator_arguments import inputs_at
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.stacks import NODE_PREFIX
@@ -23,7 +23,6 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators, with_backward
 from advisor.testing import Examples, TraceBuilder
 
-PRODUCTS = frozenset(f"aten::{name}" for name in "matmul mm addmm bmm linear".split())
 ZERO, PUT, SCATTER = "aten::zero_", "aten::index_put_", "aten::scatter_"
 ONE_HOT, ZEROS = "aten::one_hot", "aten::zeros"
 MAKING = (ZERO, SCATTER, "aten::to", "aten::_to_copy")
@@ -273,7 +272,7 @@ def _find_products(
 ) -> dict[SparseMatrix, np.ndarray]:
     """Return the rows of forward products with each matrix, without those of the shape of an
     earlier product's result."""
-    table = outermost_in_steps(a).sort("ts").filter(pl.col("name").is_in(PRODUCTS))
+    table = outermost_in_steps(a).sort("ts").filter(pl.col("name").is_in(MATRIX_PRODUCTS))
     rows: dict[SparseMatrix, list[int]] = {}
     made: set[Shape] = set()
     for row, name, inputs in table.drop_nulls("inputs").select("row", "name", "inputs").iter_rows():

@@ -22,7 +22,7 @@ from advisor.rules.support.common import (
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
-POINTWISE = frozenset(
+CHANNEL_ARITHMETIC = frozenset(
     f"aten::{name}{end}" for name in ("add", "div", "mul", "sub") for end in ("", "_")
 )
 RESIZES = (
@@ -166,7 +166,7 @@ def _find_wasted(a: Analysis) -> list[Wasted]:
 def _arithmetic_shape(name: str, x: OpInputs | None) -> Shape | None:
     """Return the shape of arithmetic on a tensor of at least two dimensions. ``None`` for other
     operators, or if the result is larger than that tensor."""
-    first = None if x is None or name not in POINTWISE else x.tensor(0)
+    first = None if x is None or name not in CHANNEL_ARITHMETIC else x.tensor(0)
     if first is None or x is None or len(first.shape) < 2 or not prod(first.shape):
         return None
     other_shapes = [shape.shape for shape in x.tensors[1:]]
@@ -193,7 +193,7 @@ def _part_used(
         x = calls[n]
         if x is None or not any(tensor.shape == shape for tensor in x.tensors):
             continue
-        if names[n] in POINTWISE and n > end:
+        if names[n] in CHANNEL_ARITHMETIC and n > end:
             break  # the next one begins
         share = _used_share(names[n], x, shape)
         if share is None or (names[n] in RESIZES and not by_channel):

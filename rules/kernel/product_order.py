@@ -10,7 +10,12 @@ from advisor.core.finding import Finding, Outcomes
 from advisor.core.rule import Factor, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.device.operator_arguments import inputs_at
-from advisor.measure.device.product_chains import PRODUCTS, SPARSE_MM, ProductChain, parse_chain
+from advisor.measure.device.product_chains import (
+    CHAIN_PRODUCTS,
+    SPARSE_MM,
+    ProductChain,
+    parse_chain,
+)
 from advisor.measure.device.shapes import OpInputs, Shape
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.stacks import NODE_PREFIX
@@ -210,7 +215,7 @@ def _find_chains(a: Analysis) -> Iterator[tuple[ProductChain, Rows]]:
     columns."""
     table = outermost_in_steps(a)
     segment, launched = _number_segments(a, table)
-    is_product = (table["name"].is_in(PRODUCTS) & table["inputs"].is_not_null()).to_numpy()
+    is_product = (table["name"].is_in(CHAIN_PRODUCTS) & table["inputs"].is_not_null()).to_numpy()
     others = np.flatnonzero(~table["name"].is_in(VIEWS).to_numpy())
     is_next = (np.diff(segment[others]) == 0) & (np.diff(launched[others]) == 0)
     pairs = np.flatnonzero(is_next & is_product[others[:-1]] & is_product[others[1:]])

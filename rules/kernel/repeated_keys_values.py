@@ -32,10 +32,10 @@ from advisor.testing import Examples, TraceBuilder
 
 EXPAND, REPEAT, INTERLEAVE = "aten::expand", "aten::repeat", "aten::repeat_interleave"
 COPIES = frozenset(("aten::reshape", "aten::contiguous", "aten::clone", "aten::flatten"))
-PRODUCTS = frozenset(("aten::matmul", "aten::bmm", "aten::baddbmm"))
+ATTENTION_PRODUCTS = frozenset(("aten::matmul", "aten::bmm", "aten::baddbmm"))
 HEADS_LAST = frozenset(("FlashAttnFunc", "flash_attn::_flash_attn_forward"))
 ATTENTION = r"^aten::_?scaled_dot_product_(?:\w*_)?attention(?:_for_cpu|_math)?$"
-OTHER_OPS = exact_pattern({EXPAND, REPEAT, INTERLEAVE} | COPIES | PRODUCTS | HEADS_LAST)
+OTHER_OPS = exact_pattern({EXPAND, REPEAT, INTERLEAVE} | COPIES | ATTENTION_PRODUCTS | HEADS_LAST)
 MAX_CALLS = 200_000
 MAX_BEHIND = 48
 """Number of the operators named here, after a copy, within which attention must read it."""
@@ -323,7 +323,7 @@ class _ThreadState:
             repeat = self._parse_repeat(row, name, x)
             if repeat is not None:
                 self.repeats.append((self.count, repeat))
-        elif name in PRODUCTS:
+        elif name in ATTENTION_PRODUCTS:
             return self._match_product(row, name, x)
         else:
             return self._match_attention(row, name, x, on_device)

@@ -12,7 +12,7 @@ from advisor.rules.support.common import amount_per_step, costliest_places, of_s
 from advisor.rules.support.kernel_work import scale_operators, time_of_operators
 from advisor.testing import Examples, TraceBuilder
 
-PRODUCTS = {"aten::bmm": (0, 1), "aten::baddbmm": (1, 2)}
+OPERAND_POSITIONS = {"aten::bmm": (0, 1), "aten::baddbmm": (1, 2)}
 """Batched product -> positions of its two operands."""
 
 
@@ -64,7 +64,7 @@ class ScatteredMatrices(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if a.device_id is not None or not a.span_ns or a.trace.inputs.is_empty():
             return
-        pattern = "^(?:" + "|".join(PRODUCTS) + ")$"
+        pattern = "^(?:" + "|".join(OPERAND_POSITIONS) + ")$"
         found = [
             (operand, rows)
             for name, x, rows in calls_by_inputs(a, pattern)
@@ -113,7 +113,7 @@ class ScatteredMatrices(Rule):
 def _find_scattered(name: str, x: OpInputs) -> Tensor | None:
     """Return the larger operand of a batched product if its matrices have no contiguous dimension.
     The smaller one may come from other operators, in whichever order they compute it."""
-    operands = [operand for at in PRODUCTS[name] if (operand := x.tensor(at)) is not None]
+    operands = [operand for at in OPERAND_POSITIONS[name] if (operand := x.tensor(at)) is not None]
     if len(operands) != 2 or operands[0].elements == operands[1].elements:
         return None
     tensor = max(operands, key=lambda operand: operand.elements)

@@ -316,13 +316,13 @@ class SingleTensorOptimizer(Rule):
         }
 
 
-POINTWISE = "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>"
+POINTWISE_KERNEL = "void at::native::vectorized_elementwise_kernel<4, CUDAFunctor_add<float>>"
 MULTI = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<TensorListMetadata<4>, "
 
 
 def _build_step(kind: str, *, stacks: bool = False) -> TraceBuilder:
     def loop(b: TraceBuilder, count: int = 360, us: float = 3) -> None:
-        b.run("aten::addcmul_", POINTWISE, us, times=count, host_us=4)
+        b.run("aten::addcmul_", POINTWISE_KERNEL, us, times=count, host_us=4)
 
     def body(b: TraceBuilder) -> None:
         gemm = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_nn"

@@ -20,7 +20,7 @@ POINTWISE = frozenset(
 )
 """Operators that compute each element from the element at the same place."""
 OF_COMPLEX = frozenset(("aten::real", "aten::imag", "aten::angle", "aten::resolve_conj"))
-PRODUCTS = frozenset(("aten::matmul", "aten::bmm"))
+COLUMN_PRODUCTS = frozenset(("aten::matmul", "aten::bmm"))
 """Products: a column of the result needs one column of the last operand."""
 CONVOLUTION, STFT = "aten::conv1d", "aten::stft"
 INDEXED = {"aten::gather": (1, 2), "aten::index_select": (1, 2), "aten::take_along_dim": (2, 1)}
@@ -192,11 +192,11 @@ def _find_chain(calls: list[_OperatorCall], at: int, shape: Shape) -> list[int] 
             return [index, *reversed(chain)]
         if all(s[-1:] != (size,) or len(s) < 2 for s in shapes):
             continue
-        is_product = name in PRODUCTS and shapes[-1][-1] == size
+        is_product = name in COLUMN_PRODUCTS and shapes[-1][-1] == size
         is_product |= name == CONVOLUTION and [s[-1] for s in shapes[:2]] == [size, 1]
         if not (is_product or name in POINTWISE or name in OF_COMPLEX):
             break
-        if name in PRODUCTS and len(shapes[-1]) < MIN_DIMS:
+        if name in COLUMN_PRODUCTS and len(shapes[-1]) < MIN_DIMS:
             break
         has_product |= is_product
         chain.append(index)

@@ -14,7 +14,7 @@ LOOKUP = r"^aten::embedding(?:_bag|_renorm_)?$"
 _BAG = r"^aten::embedding_bag$"
 _MODE_ARGUMENT, _MAX_MODE = 4, 2
 """Argument of a bag's mode, and the mode without sparse gradients: the largest value."""
-_PRODUCTS = r"^aten::(?:mm|addmm|matmul|linear)$"
+_TABLE_PRODUCTS = r"^aten::(?:mm|addmm|matmul|linear)$"
 MAX_DESCRIBED = 20_000
 """Maximum number of distinct inputs that are read."""
 
@@ -59,7 +59,7 @@ def find_tables(a: Analysis) -> list[Table]:
 
 def _find_product_shapes(a: Analysis) -> set[tuple[int, ...]]:
     cpu = a.trace.cpu
-    is_product = name_matches(cpu["name"], _PRODUCTS).to_numpy()
+    is_product = name_matches(cpu["name"], _TABLE_PRODUCTS).to_numpy()
     inputs = cpu["inputs"].filter(pl.Series(is_product)).drop_nulls().unique().sort()
     return {
         tensor.shape for index in inputs[:MAX_DESCRIBED] for tensor in inputs_at(a, index).tensors

@@ -51,7 +51,7 @@ FAMILIES = (
     "other",
 )
 Family = pl.Enum(FAMILIES)
-CODE = {name: code for code, name in enumerate(FAMILIES)}
+FAMILY_CODE = {name: code for code, name in enumerate(FAMILIES)}
 
 MATRIX = ("gemm", "convolution", "attention")
 """Families whose work matrix units can do."""

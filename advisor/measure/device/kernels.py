@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import Bools, Floats
 from advisor.core.trace import Trace
-from advisor.measure.device.families import CODE, MATRIX, Family
+from advisor.measure.device.families import FAMILY_CODE, MATRIX, Family
 from advisor.measure.device.kernel_names import describe_kernels
 from advisor.measure.device.matmuls import parse_convolution, parse_product
 from advisor.measure.device.roofline import (
@@ -35,8 +35,8 @@ Codes = NDArray[np.int8]
 
 _TRUE, _FALSE, _UNKNOWN = 1, 0, -1
 
-_MATRIX_CODES = [CODE[name] for name in MATRIX]
-_OPTIMIZER_CODES = [CODE[name] for name in ("elementwise", "reduction", "other")]
+_MATRIX_CODES = [FAMILY_CODE[name] for name in MATRIX]
+_OPTIMIZER_CODES = [FAMILY_CODE[name] for name in ("elementwise", "reduction", "other")]
 """Families that count as the optimizer inside ``Optimizer.step``. A matrix product there (Muon,
 Shampoo) keeps its own family."""
 _NARROW_FORMATS = [FORMATS.index(name) for name in ("fp16", "bf16", "fp8", "int8")]
@@ -74,18 +74,22 @@ def measure_kernels(a: Analysis) -> pl.DataFrame:
     cost_op, cost_of, cost = _find_operators(trace, launches)
     purpose_family = _families_by_purpose(is_kernel, names, launches)
     family = purpose_family.copy()
-    relayout = (family == CODE["copy"]) & is_kernel & (launches.family == CODE["copy"])
-    relayout &= cost.relayout[cost_of] | (launches.outer_family == CODE["layout"])
-    family[relayout] = CODE["layout"]
-    family[launches.optimizer & np.isin(family, _OPTIMIZER_CODES) & is_kernel] = CODE["optimizer"]
+    relayout = (
+        (family == FAMILY_CODE["copy"]) & is_kernel & (launches.family == FAMILY_CODE["copy"])
+    )
+    relayout &= cost.relayout[cost_of] | (launches.outer_family == FAMILY_CODE["layout"])
+    family[relayout] = FAMILY_CODE["layout"]
+    family[launches.optimizer & np.isin(family, _OPTIMIZER_CODES) & is_kernel] = FAMILY_CODE[
+        "optimizer"
+    ]
     communication = gpu["comm"].is_not_null().to_numpy() | (is_kernel & names.communication)
-    family[communication] = CODE["communication"]
-    family[(gpu["kind"] == "memcpy").to_numpy() & ~communication] = CODE["copy"]
-    family[(gpu["kind"] == "memset").to_numpy() & ~communication] = CODE["memset"]
+    family[communication] = FAMILY_CODE["communication"]
+    family[(gpu["kind"] == "memcpy").to_numpy() & ~communication] = FAMILY_CODE["copy"]
+    family[(gpu["kind"] == "memset").to_numpy() & ~communication] = FAMILY_CODE["memset"]
 
     op_name = trace.cpu["name"].gather(_to_row_series(_responsible_rows(launches))).alias("op_name")
     op_row = _to_row_series(np.where(cost_op >= 0, cost_op, _responsible_rows(launches)))
-    family[_find_other_lookups(trace, family, op_name, op_row)] = CODE["indexing"]
+    family[_find_other_lookups(trace, family, op_name, op_row)] = FAMILY_CODE["indexing"]
 
     is_own = is_kernel & ~communication & (cost_op >= 0)
     is_own &= (purpose_family == launches.family) | (
@@ -128,7 +132,7 @@ def _find_other_lookups(trace: Trace, family: Codes, op_name: pl.Series, op_row:
     """Return the rows of ``trace.gpu`` that look up something other than an embedding, by the names
     of kernel, operator and its two ancestors: ``aten::embedding`` calls ``aten::index_select``,
     which calls ``aten::gather``."""
-    rows = np.flatnonzero(family == CODE["embedding"])
+    rows = np.flatnonzero(family == FAMILY_CODE["embedding"])
     cpu, row = trace.cpu, op_row.gather(rows)
     names = [trace.gpu["name"].gather(rows), op_name.gather(rows)]
     for _ in range(2):
@@ -149,7 +153,12 @@ def _describe_names(trace: Trace, is_kernel: Bools) -> _Names:
     described = describe_kernels(texts)
 
     missing: dict[str, int | bool] = dict.fromkeys(_Names._fields, False)
-    missing |= {"family": CODE["other"], "matrix_unit": _UNKNOWN, "direction": 0, "dtype": NO_ROW}
+    missing |= {
+        "family": FAMILY_CODE["other"],
+        "matrix_unit": _UNKNOWN,
+        "direction": 0,
+        "dtype": NO_ROW,
+    }
     described = described.with_columns(
         pl.col("family", "dtype").to_physical().cast(pl.Int8),
         pl.col("matrix_unit").cast(pl.Int8),
@@ -210,17 +219,19 @@ def _families_by_purpose(is_kernel: Bools, names: _Names, launches: Launches) ->
     """Return the family code of kernels, without the surroundings of their operator."""
     op_family, name_family = launches.family, names.family
     family = np.where(op_family >= 0, op_family, name_family)
-    has_known_name = name_family != CODE["other"]
+    has_known_name = name_family != FAMILY_CODE["other"]
     # An operator of unknown family is in between: the kernel's own name says more.
     family = np.where((launches.op != launches.innermost_op) & has_known_name, name_family, family)
     is_by_product = (
         np.isin(op_family, _MATRIX_CODES) & ~np.isin(name_family, _MATRIX_CODES) & has_known_name
     )
-    is_by_product |= (op_family == CODE["attention"]) & (name_family == CODE["gemm"])
-    is_by_product |= names.moving & ~np.isin(op_family, [CODE["copy"], CODE["layout"]])
-    is_by_product |= (op_family == CODE["copy"]) & (name_family == CODE["layout"])
+    is_by_product |= (op_family == FAMILY_CODE["attention"]) & (name_family == FAMILY_CODE["gemm"])
+    is_by_product |= names.moving & ~np.isin(
+        op_family, [FAMILY_CODE["copy"], FAMILY_CODE["layout"]]
+    )
+    is_by_product |= (op_family == FAMILY_CODE["copy"]) & (name_family == FAMILY_CODE["layout"])
     family = np.where(is_by_product, name_family, family)
-    return np.where(is_kernel, family, CODE["other"]).astype(np.int8)
+    return np.where(is_kernel, family, FAMILY_CODE["other"]).astype(np.int8)
 
 
 def _find_tensor_core_use(
@@ -228,7 +239,7 @@ def _find_tensor_core_use(
 ) -> Codes:
     """Return whether kernels run on matrix units, by name, then by number format and device."""
     result = np.where(is_matrix, names.matrix_unit, _FALSE)
-    result[family == CODE["other"]] = _UNKNOWN
+    result[family == FAMILY_CODE["other"]] = _UNKNOWN
     is_open = is_matrix & (result == _UNKNOWN)
     result[is_open & names.matrix_if_16_bit & np.isin(dtype, _NARROW_FORMATS)] = _TRUE
     if compute is not None and compute < (8, 0):
@@ -249,7 +260,7 @@ def _find_eligible(
     compute: tuple[int, int] | None,
 ) -> Codes:
     """Return whether matrix units could do a kernel's work with 16-bit or TF32 inputs."""
-    result = np.where(family == CODE["other"], _UNKNOWN, _FALSE)
+    result = np.where(family == FAMILY_CODE["other"], _UNKNOWN, _FALSE)
     possible = (dtype != NO_ROW) & (dtype != FORMATS.index("fp64"))
     result[is_matrix] = np.where(possible | (tensor_core == _TRUE), _TRUE, _UNKNOWN)[is_matrix]
     result[is_matrix & (dtype == FORMATS.index("fp64"))] = _FALSE

@@ -64,7 +64,7 @@ class AttentionCall(NamedTuple):
 def parse_product(op: str, x: OpInputs) -> MatrixProduct | None:
     """Return an operator's matrix product, or ``None`` if it has none or its shapes do not fit."""
     name = op.removeprefix("aten::").removesuffix("_")
-    positions = _PRODUCTS.get(name)
+    positions = _MATRIX_POSITIONS.get(name)
     if positions is None:
         return None
     first, second, added = positions
@@ -79,7 +79,9 @@ def parse_product(op: str, x: OpInputs) -> MatrixProduct | None:
     return _parse_matmul(a, b, bias)
 
 
-_PRODUCTS: dict[str, tuple[int, int, int | None]] = {
+MATRIX_PRODUCTS = frozenset(f"aten::{name}" for name in "matmul mm addmm bmm linear".split())
+"""Operators that multiply two matrices, under the names that programs call most."""
+_MATRIX_POSITIONS: dict[str, tuple[int, int, int | None]] = {
     **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "vdot"), (0, 1, None)),
     **dict.fromkeys(("_int_mm", "_scaled_mm", "_scaled_mm_v2"), (0, 1, None)),
     **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), (0, 1, None)),

@@ -9,7 +9,11 @@ from advisor.measure.device.matmuls import MatrixProduct, broadcast_shapes, pars
 from advisor.measure.device.shapes import OpInputs, Shape
 
 SPARSE_MM, LINEAR = "aten::_sparse_mm", "aten::linear"
-PRODUCTS = [SPARSE_MM, LINEAR, *(f"aten::{op}" for op in "mm bmm matmul addmm baddbmm".split())]
+CHAIN_PRODUCTS = [
+    SPARSE_MM,
+    LINEAR,
+    *(f"aten::{op}" for op in "mm bmm matmul addmm baddbmm".split()),
+]
 SPARSE_PRODUCTS = ((0, 3), (0, 2), (1, 2))
 """Products that multiply a sparse matrix, by its position in the chain: one of the program's order
 (0, 1) and one of the other order (2, 3)."""

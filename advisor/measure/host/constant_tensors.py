@@ -41,8 +41,8 @@ _ELEMENTWISE = re.compile(
 _VIEWS = re.compile(
     r"^aten::(?:unsqueeze|squeeze|t|numpy_T|transpose|permute|view|_unsafe_view|reshape|expand)$"
 )
-_PRODUCTS = re.compile(r"^aten::(?:mm|matmul|outer)$")
-_COMPUTING = re.compile(f"{_ELEMENTWISE.pattern}|{_PRODUCTS.pattern}")
+_CONSTANT_PRODUCTS = re.compile(r"^aten::(?:mm|matmul|outer)$")
+_COMPUTING = re.compile(f"{_ELEMENTWISE.pattern}|{_CONSTANT_PRODUCTS.pattern}")
 _OF_LISTS = re.compile(r"^aten::(?:cat|stack)$")
 _OF_NUMBERS = re.compile(r"^aten::(?:empty|scalar_tensor)$")
 
@@ -147,7 +147,7 @@ def _result_shape(name: str, given: list[Shape], call: OpInputs) -> Shape | None
     first, *others = given
     if _VIEWS.match(name):
         return _view_shape(name.removeprefix("aten::"), first, call)
-    if _PRODUCTS.match(name) and len(others) == 1:
+    if _CONSTANT_PRODUCTS.match(name) and len(others) == 1:
         if name == "aten::outer":
             return (*first, *others[0]) if len(first) == len(others[0]) == 1 else None
         fits = len(first) == len(others[0]) == 2 and first[1] == others[0][0]

@@ -13,7 +13,7 @@ from advisor.core.intervals import Intervals, Ints, intersect, union
 from advisor.measure.host.new_shapes import ONE_OFF, first_calls
 from advisor.measure.host.stacks import nullable_rows
 from advisor.measure.steps.steps import step_of
-from advisor.measure.steps.timeline import CLASSES, CODE, LOADING, HostPieces, cut_at_points
+from advisor.measure.steps.timeline import CLASS_CODE, CLASSES, LOADING, HostPieces, cut_at_points
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -70,7 +70,7 @@ _CAUSE_OF_CLASS = np.array(
     ],
     dtype=np.int8,
 )
-_UNEXPLAINED = (CODE["unknown"], CODE["unrecorded"], CODE["other_thread"])
+_UNEXPLAINED = (CLASS_CODE["unknown"], CLASS_CODE["unrecorded"], CLASS_CODE["other_thread"])
 
 
 class _Blame(NamedTuple):

@@ -20,7 +20,7 @@ from advisor.measure.host.stacks import (
     parent_rows,
     parse_frame,
 )
-from advisor.measure.steps.timeline import CLASSES, CODE
+from advisor.measure.steps.timeline import CLASS_CODE, CLASSES
 
 if TYPE_CHECKING:
     from advisor.measure import Analysis
@@ -47,7 +47,7 @@ HOT_SCHEMA: dict[str, Any] = {
     "total_ns": pl.Int64,
     "gaps": pl.Int64,
 }
-_ONE_OFF_CODES = [CODE[name] for name in ONE_OFF]
+_ONE_OFF_CODES = [CLASS_CODE[name] for name in ONE_OFF]
 MIN_FRAME_SHARE = 0.5
 """Minimum share of a gap's Python time in a frame that is blamed for it."""
 MAX_CULPRITS = 3
@@ -81,7 +81,7 @@ def host_breakdown(a: Analysis) -> pl.DataFrame:
             timeline.start[one_off_pieces], timeline.end[one_off_pieces], spans
         )
         np.subtract.at(totals, caller * class_count + timeline.code[one_off_pieces], call_ns)
-        totals[caller * class_count + CODE["compile"]] += call_ns.sum()
+        totals[caller * class_count + CLASS_CODE["compile"]] += call_ns.sum()
     for thread, code, waited in _find_backward_waits(a):
         totals[thread * class_count + code] -= waited
         totals[thread * class_count + HOST_CLASSES.index("autograd")] += waited
@@ -125,7 +125,9 @@ def _find_backward_waits(a: Analysis) -> list[tuple[int, int, int]]:
     timeline = a.timeline
     result = []
     for name in ("unknown", "unrecorded"):
-        unexplained = np.flatnonzero((timeline.thread == main) & (timeline.code == CODE[name]))
+        unexplained = np.flatnonzero(
+            (timeline.thread == main) & (timeline.code == CLASS_CODE[name])
+        )
         start, end = timeline.start[unexplained], timeline.end[unexplained]
         # from the first node to the last one inside the dark time: between two nodes the engine
         # looks for the next
@@ -135,7 +137,9 @@ def _find_backward_waits(a: Analysis) -> list[tuple[int, int, int]]:
         start, end, first, last = (start[overlaps], end[overlaps], first[overlaps], last[overlaps])
         start = np.maximum(start, runs.start[first])
         end = np.minimum(end, runs.end[last])
-        result.append((main, CODE[name], int(covered_length(start, end, a.steps.host_spans).sum())))
+        result.append(
+            (main, CLASS_CODE[name], int(covered_length(start, end, a.steps.host_spans).sum()))
+        )
     return result
 
 

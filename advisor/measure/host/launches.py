@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from advisor.core.intervals import covered_length, intervals_of, union
 from advisor.core.trace import BLOCKING_CALLS, Trace
-from advisor.measure.device.families import CODE, SDPA, op_families
+from advisor.measure.device.families import FAMILY_CODE, SDPA, op_families
 from advisor.measure.host.names import distinct_names, name_matches
 from advisor.measure.host.stacks import climb_stack, rows_around
 
@@ -100,7 +100,7 @@ def _find_family_codes(cpu: pl.DataFrame) -> NDArray[np.int8]:
     texts, name_index = distinct_names(cpu["name"].gather(op_rows))
     if texts.is_empty():
         return codes
-    of_name = op_families(texts).replace_strict(CODE, default=NO_ROW, return_dtype=pl.Int8)
+    of_name = op_families(texts).replace_strict(FAMILY_CODE, default=NO_ROW, return_dtype=pl.Int8)
     codes[op_rows] = np.append(of_name.fill_null(NO_ROW).to_numpy(), np.int8(NO_ROW))[name_index]
     return codes
 

@@ -42,7 +42,7 @@ CLASSES = (
 )
 """Classes of host time; each instant of a thread has one."""
 
-CODE = {name: code for code, name in enumerate(CLASSES)}
+CLASS_CODE = {name: code for code, name in enumerate(CLASSES)}
 
 _CALL_CLASS = {
     "launch": "launch", "graph_launch": "launch", "memcpy": "launch", "memcpy_blocking": "launch",
@@ -166,7 +166,9 @@ class HostTimeline(NamedTuple):
             np.concatenate([piece_start - base[piece], start_ns[unknown]]),
             np.concatenate([piece_end - base[piece], end_ns[unknown]]),
             np.concatenate([self.row[index], np.full(len(unknown), -1, dtype=np.int32)]),
-            np.concatenate([self.code[index], np.full(len(unknown), CODE["unrecorded"], np.int8)]),
+            np.concatenate(
+                [self.code[index], np.full(len(unknown), CLASS_CODE["unrecorded"], np.int8)]
+            ),
         )
         if not len(unknown):
             return pieces
@@ -212,30 +214,30 @@ def classify(trace: Trace) -> HostClasses:
     )
     code = np.full(cpu.height, -1, dtype=np.int8)
     named = is_operator(trace)
-    code[named] = CODE["dispatch"]
-    code[(is_annotation | is_op) & (compiled | collective)] = CODE["dispatch"]
-    code[is_annotation & mpi] = CODE["communication"]
-    code[is_python] = CODE["python"]
-    code[(is_python | is_op) & waiting] = CODE["other_thread"]
-    code[is_python & blocking] = CODE["sync"]
-    wait_code = CODE["sync" if trace.gpu.height else "other_thread"]
+    code[named] = CLASS_CODE["dispatch"]
+    code[(is_annotation | is_op) & (compiled | collective)] = CLASS_CODE["dispatch"]
+    code[is_annotation & mpi] = CLASS_CODE["communication"]
+    code[is_python] = CLASS_CODE["python"]
+    code[(is_python | is_op) & waiting] = CLASS_CODE["other_thread"]
+    code[is_python & blocking] = CLASS_CODE["sync"]
+    wait_code = CLASS_CODE["sync" if trace.gpu.height else "other_thread"]
     if trace.meta.framework != PYTORCH:  # PyTorch programs may have their own ``array.py``
         code[(is_python | is_annotation) & awaits] = wait_code
-    calls = np.array([CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
+    calls = np.array([CLASS_CODE[_CALL_CLASS[c]] if c in _CALL_CLASS else -1 for c in CALLS] + [-1])
     call = cpu["call"].to_physical().fill_null(len(CALLS)).to_numpy()
     runtime = calls[call]
     code = np.where(runtime >= 0, runtime, code).astype(np.int8)
     blocked = trace.gpu["launch"].gather(np.flatnonzero(copies_blocking_host(trace))).to_numpy()
-    code[blocked] = CODE["copy"]
+    code[blocked] = CLASS_CODE["copy"]
     overhead = (kind == "overhead").to_numpy()
-    code[overhead] = CODE["profiler"]
-    code[overhead & loading] = CODE["compile"]
+    code[overhead] = CLASS_CODE["profiler"]
+    code[overhead & loading] = CLASS_CODE["compile"]
     includes_children = (is_annotation | is_op) & loader
-    code[includes_children] = CODE["loader"]
+    code[includes_children] = CLASS_CODE["loader"]
     compiling &= is_annotation | is_op | is_python | (call == CALLS.index("other"))
-    code[compiling] = CODE["compile"]
+    code[compiling] = CLASS_CODE["compile"]
     profiling &= is_python
-    code[profiling] = CODE["profiler"]
+    code[profiling] = CLASS_CODE["profiler"]
     parent = parent_rows(trace)
     row = innermost_ancestor(parent, code >= 0)
     includes_children |= compiling | profiling
@@ -243,8 +245,8 @@ def classify(trace: Trace) -> HostClasses:
         including_row = outermost_ancestor(parent, includes_children)
         row = np.where(including_row >= 0, including_row, row)
     drains = profiler_syncs(trace)  # they wait for queued work, whoever calls them
-    code[drains], row[drains] = CODE["drain"], drains
-    row_code = np.where(row >= 0, code[np.maximum(row, 0)], CODE["unknown"]).astype(np.int8)
+    code[drains], row[drains] = CLASS_CODE["drain"], drains
+    row_code = np.where(row >= 0, code[np.maximum(row, 0)], CLASS_CODE["unknown"]).astype(np.int8)
     return HostClasses(row, row_code, innermost_ancestor(parent, is_annotation | (is_op & ~named)))
 
 
@@ -257,7 +259,7 @@ def build_timeline(a: Analysis) -> HostTimeline:
     explained = np.where(classified.row >= 0, classified.row, classified.annotation)
     # the last entry, which -1 selects, means no event
     explained = np.append(explained, np.int32(-1)).astype(np.int32)
-    codes = np.append(classified.code, np.int8(CODE["unrecorded"])).astype(np.int8)
+    codes = np.append(classified.code, np.int8(CLASS_CODE["unrecorded"])).astype(np.int8)
     ts, end, thread = _nest_ends(trace)
     times = [ts, end, trace.gpu["ts"].to_numpy(), a.spans.start, a.spans.end]
     times.append((trace.gpu["ts"] + trace.gpu["dur"]).to_numpy())
@@ -307,8 +309,8 @@ def _add_samples(timeline: HostTimeline, samples: pl.DataFrame | None) -> HostTi
     sample_index = np.maximum(np.searchsorted(sampled_time.start, key, side="right") - 1, 0)
     is_sampled = (key >= sampled_time.start[sample_index]) & (key < sampled_time.end[sample_index])
     row, code = timeline.row[before], timeline.code[before]
-    is_unexplained = np.isin(code, [CODE["unknown"], CODE["unrecorded"]])
-    code = np.where(is_sampled & is_unexplained, CODE["host_code"], code).astype(np.int8)
+    is_unexplained = np.isin(code, [CLASS_CODE["unknown"], CLASS_CODE["unrecorded"]])
+    code = np.where(is_sampled & is_unexplained, CLASS_CODE["host_code"], code).astype(np.int8)
     is_first = np.ones(len(key), dtype=bool)
     is_first[1:] = (row[1:] != row[:-1]) | (code[1:] != code[:-1])
     is_first |= key % timeline.stride == 0

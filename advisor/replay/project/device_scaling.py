@@ -38,7 +38,7 @@ KINDS = ("compute", "memory", "mixture", "unknown", "launch", "copy", "link", "u
 """Kinds of device work. ``compute``, ``memory``: by FLOPs and bytes, or a family that only moves
 data. ``mixture``: matrix products of unknown shapes. ``unknown``: unknown family. ``launch``: as
 short as the shortest kernels. ``copy``: between host and device. ``link``: between GPUs."""
-CODE = {name: code for code, name in enumerate(KINDS)}
+KIND_CODE = {name: code for code, name in enumerate(KINDS)}
 
 
 class ScaledDeviceWork(NamedTuple):
@@ -72,7 +72,7 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
     dur = np.maximum(gpu["dur"].to_numpy().astype(float), 1.0)
     is_kernel = (gpu["kind"] == "kernel").to_numpy()
     rows = _TimeRatios(a, source, target)
-    kind = np.full(size, CODE["unchanged"], dtype=np.int64)
+    kind = np.full(size, KIND_CODE["unchanged"], dtype=np.int64)
     work, low, high = np.ones(size), np.ones(size), np.ones(size)
 
     family = kernels["family"].cast(pl.String).fill_null("other")
@@ -82,15 +82,15 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
     by_memory = (is_kernel & ~matrix & ~nameless & ~link) | (gpu["kind"] == "memset").to_numpy()
 
     work[by_memory] = low[by_memory] = high[by_memory] = rows.memory
-    kind[by_memory] = CODE["memory"]
+    kind[by_memory] = KIND_CODE["memory"]
     recorded = matrix & rows.known
     work[recorded] = low[recorded] = high[recorded] = rows.roofline[recorded]
-    kind[recorded] = np.where(rows.computes[recorded], CODE["compute"], CODE["memory"])
+    kind[recorded] = np.where(rows.computes[recorded], KIND_CODE["compute"], KIND_CODE["memory"])
     for chosen, name in ((matrix & ~rows.known, "mixture"), (nameless, "unknown")):
         ends = np.stack([rows.compute[chosen], np.full(int(chosen.sum()), rows.memory)])
         work[chosen] = np.sqrt(ends.prod(axis=0))
         low[chosen], high[chosen] = ends.min(axis=0), ends.max(axis=0)
-        kind[chosen] = CODE[name]
+        kind[chosen] = KIND_CODE[name]
 
     # A kernel with fewer blocks than processors leaves some empty, a different share on each GPU.
     # Libraries split matrix products differently for another GPU: half of the effect, and all of it
@@ -108,7 +108,7 @@ def scale_device_work(a: Analysis, source: GpuSpec, target: GpuSpec) -> ScaledDe
     factors = [(fixed_after + (dur - fixed) * part) / dur for part in (work, low, high)]
     for values, changed in zip((work, low, high), factors, strict=True):
         values[computing] = changed[computing]
-    kind[computing & (dur <= 1.5 * base)] = CODE["launch"]
+    kind[computing & (dur <= 1.5 * base)] = KIND_CODE["launch"]
 
     _scale_copies(gpu, source, target, rows.memory, (work, low, high, kind))
     _scale_collectives(a, link, source, target, (work, low, high, kind))
@@ -247,7 +247,7 @@ def _scale_copies(
     on_device = copying & (direction == "DtoD").to_numpy()
     peers = copying & (direction == "PtoP").to_numpy()
     work[on_device] = low[on_device] = high[on_device] = memory
-    kind[on_device] = CODE["memory"]
+    kind[on_device] = KIND_CODE["memory"]
     for chosen, old_rate, new_rate, name in (
         (host, host_rate(source), host_rate(target), "copy"),
         (peers, peer_rate(source), peer_rate(target), "link"),
@@ -255,7 +255,7 @@ def _scale_copies(
         ratio = 1.0 if old_rate is None or new_rate is None else old_rate / new_rate
         work[chosen] = ratio
         low[chosen], high[chosen] = min(ratio, 1.0), max(ratio, 1.0)
-        kind[chosen] = CODE[name]
+        kind[chosen] = KIND_CODE[name]
     pageable = np.zeros(gpu.height, dtype=bool)
     for side in ("src", "dst"):
         pageable |= (
@@ -287,7 +287,7 @@ def _scale_collectives(
     ends = sorted((ratio, waits, 1.0))
     work[link] = np.sqrt(ratio * waits)
     low[link], high[link] = ends[0], ends[-1]
-    kind[link] = CODE["link"]
+    kind[link] = KIND_CODE["link"]
     table = a.collectives.filter(pl.col("bytes").is_not_null() & pl.col("group_size").is_not_null())
     for row, size, group in table.select("gpu", "bytes", "group_size").iter_rows():
         if not link[row] or not old_rate:

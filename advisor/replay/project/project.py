@@ -18,7 +18,12 @@ from advisor.core.prices import HOUR_NS, Prices
 from advisor.measure import Analysis
 from advisor.replay.graph import NEVER, EdgeKind
 from advisor.replay.predictions import device_error, host_error
-from advisor.replay.project.device_scaling import CODE, KINDS, ScaledDeviceWork, scale_device_work
+from advisor.replay.project.device_scaling import (
+    KIND_CODE,
+    KINDS,
+    ScaledDeviceWork,
+    scale_device_work,
+)
 from advisor.replay.window_replayer import WindowReplayer
 
 MAX_UNKNOWN_SHARE = 0.5
@@ -146,7 +151,7 @@ class Projector:
             [0.0 if is_same else device_error(kind, other_vendor=crosses) for kind in KINDS],
             dtype=float,
         )
-        errors[CODE["unchanged"]] = 0.0
+        errors[KIND_CODE["unchanged"]] = 0.0
         error = errors[scaled.kind]
         step = self._step(scaled.factor, 1.0, target)
         low = self._step(scaled.low * np.exp(-error), math.exp(-host), target)
@@ -176,7 +181,7 @@ class Projector:
     def _parts(self, scaled: ScaledDeviceWork) -> tuple[WorkPart, ...]:
         dur = self.a.trace.gpu["dur"].to_numpy() * self.a.in_window / self.a.step_count
         result = []
-        for name, code in CODE.items():
+        for name, code in KIND_CODE.items():
             is_of_kind = scaled.kind == code
             if dur[is_of_kind].sum():
                 then_ns = float((dur * scaled.factor)[is_of_kind].sum())

@@ -3,6 +3,7 @@ the command that collects them."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence, Set
@@ -170,7 +171,8 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
             subject = "all are" if len(views) > 1 else "it is"
             parts = [f"{subject} limited by {next(iter(limits))}"]
         text += f": {', '.join(parts)}"
-        text += f". For {unlimited} the limit was not collected" * bool(unlimited)
+        if unlimited:
+            text += f". For {unlimited} it was not collected: add {_name_collector(report)}"
     if left_out:
         verb = "is" if left_out == 1 else "are"
         text += f". {t.count_noun(left_out, 'kernel')} of the runtime {verb} not counted"
@@ -180,7 +182,8 @@ def counters_verdict(report: Report) -> tuple[Status, str]:
         several = len({short[view.short] for view in checks}) > 1
         verbs = ("check", "are") if several else ("checks", "is")
         text += f". {names} only {verbs[0]} results and {verbs[1]} left out"
-    text += f". {_describe_longest(views)}"
+    amd = _is_amd(report)
+    text += f". {_describe_longest(views, 'waves' if amd else 'warps')}"
     keys = {labels.clean(kernel_key(view.name)) for view in views}
     notes = [each for each in report.notes if _find_kernel_key(each) in keys]
     if notes:
@@ -232,9 +235,15 @@ def _name_collector(report: Report) -> str:
     """Name the tool that collects what limits a kernel, by the format of the file."""
     form = _get_format(report) or ""
     amd, nvidia = "rocprof-compute profile", "ncu --set full"
-    if any(view.name.startswith("__amd_") for view in report.kernel_counters) or "roc" in form:
+    if _is_amd(report):
         return amd
-    return f"{amd} (AMD) or {nvidia} (NVIDIA)"
+    return nvidia if form == "kernel-profiler" else f"{amd} (AMD) or {nvidia} (NVIDIA)"
+
+
+def _is_amd(report: Report) -> bool:
+    """Return whether the kernels ran on an AMD GPU, by their names or the file's format."""
+    by_name = any(is_runtime(view.name) for view in report.kernel_counters)
+    return by_name or "roc" in (_get_format(report) or "")
 
 
 MIN_LIMIT_USE, MIN_DOMINANT_SHARE = 0.8, 0.5
@@ -272,10 +281,11 @@ def _advise_on_occupancy(views: Sequence[KernelCounters]) -> str:
     if longest.occupancy >= MAX_LOW_OCCUPANCY:
         return ""
     if longest.waves is not None and longest.waves < MAX_FEW_WAVES:
+        count = f"{math.prod(longest.grid)} " if longest.grid else ""
         filled = t.format_share(longest.waves)
         return (
-            f"Its blocks fill {filled} of the GPU: give it more work per launch, or let more "
-            "blocks share each sum (split-K)."
+            f"Its {count}blocks fill {filled} of the GPU: give it more work per launch, or let "
+            "more blocks share each sum (split-K)."
         )
     advice = (
         "Give it more work per launch, or use fewer registers and less shared memory per block."
@@ -299,9 +309,9 @@ def _describe_collection(views: Sequence[KernelCounters]) -> str:
     return " with times, without counters" if timed else ""
 
 
-def _describe_longest(views: Sequence[KernelCounters]) -> str:
+def _describe_longest(views: Sequence[KernelCounters], waves: str) -> str:
     """Describe the kernel with most time in all profiled launches, or, without times, the kernel
-    that moves most bytes."""
+    that moves most bytes. ``waves``: the vendor's word for warps."""
     short = label_kernels(view.short for view in views)
     longest = _find_longest(views)
     if longest is None:
@@ -312,21 +322,23 @@ def _describe_longest(views: Sequence[KernelCounters]) -> str:
             f"{short[largest.short]} moves most, {t.format_bytes(largest.dram_bytes)} per launch. "
         )
     duration = t.format_duration(longest.duration_ns or 0.0)
-    name = short[longest.short] + f" of {longest.file}" * bool(longest.file)
+    name = short[longest.short]
     text = (
         f"The longest, {name}, takes {duration}" if len(views) > 1 else f"{name} takes {duration}"
     )
     if longest.profiled > 1:
         same_file = [view for view in views if view.file == longest.file]  # each file is a run
         share = _sum_time(longest) / (sum(map(_sum_time, same_file)) or 1.0)
-        launches = f"{longest.profiled:,} launches of {duration}"
-        of_file = " of its file" * bool(longest.file)
-        text = f"{name} takes most time{of_file} ({t.format_share(share)}, {launches})"
+        whole = longest.file or "it"
+        text = (
+            f"{name} takes most time: {t.format_share(share)} of {whole}, in "
+            f"{longest.profiled:,} launches of {duration}"
+        )
     use = max(longest.use.values(), default=None)
     if longest.limit == "latency" and use is not None:
-        text += f": its warps mostly wait, and no unit is busier than {t.format_share(use)}"
+        text += f". Its {waves} mostly wait, and no unit is busier than {t.format_share(use)}"
     elif use is not None and longest.limit == "unknown":
-        text += "; its tensor cores were not measured"
+        text += ", its limit not measured"
     elif use is not None:
         text += f", with {longest.limit} {t.format_share(use)} busy"
     elif longest.bandwidth is not None:
@@ -334,21 +346,25 @@ def _describe_longest(views: Sequence[KernelCounters]) -> str:
     return f"{text}. {_compare_variants(longest, views)}"
 
 
-def _contrast(duration_ns: float, other_ns: float) -> str:
-    """Say how much longer or shorter a duration is than another: ``3% less``."""
-    word = "less" if duration_ns < other_ns else "more"
-    return f"{t.format_share(abs(duration_ns / other_ns - 1))} {word}"
+def _contrast(number: float, other: float, less: str, more: str) -> str:
+    """Say how much smaller or larger a number is than another: ``3% less``."""
+    return f"{t.format_share(abs(number / other - 1))} {less if number < other else more}"
 
 
 def _compare_variants(longest: KernelCounters, views: Sequence[KernelCounters]) -> str:
     """Compare a kernel with those of the same name in other files. Empty without any."""
-    same = [
-        f"in {view.file} it takes {t.format_duration(view.duration_ns or 0.0)} "
-        f"({_contrast(view.duration_ns or 0.0, longest.duration_ns)})"
-        for view in views
-        if view.file != longest.file and view.short == longest.short and longest.duration_ns
-    ]
-    return f"{t.upper_first(', '.join(same))}. " if same else ""
+    same = []
+    for view in views:
+        if view.file == longest.file or view.short != longest.short or not longest.duration_ns:
+            continue
+        duration = t.format_duration(view.duration_ns or 0.0)
+        time = _contrast(view.duration_ns or 0.0, longest.duration_ns, "less", "more")
+        moved = ""
+        if view.dram_bytes and longest.dram_bytes:
+            moved = _contrast(view.dram_bytes, longest.dram_bytes, "fewer", "more")
+            moved = f", and moves {moved} bytes"
+        same.append(f"in {view.file} a launch takes {duration}, {time}{moved}")
+    return f"{t.upper_first('; '.join(same))}. " if same else ""
 
 
 def _find_longest(views: Sequence[KernelCounters]) -> KernelCounters | None:
@@ -375,12 +391,12 @@ def _describe_first_fix(note: Finding, views: Sequence[KernelCounters]) -> str:
     names = [short.get(labels.clean(kernel_key(place.kernel or ""))) for place in note.where[:1]]
     others = f" and {count - 1} more" if count > 1 else ""
     kernel_names = "".join(f" ({name}{others})" for name in names if name)
-    when = f"if each of the {count} is launched once" if count > 1 else "per launch"
+    when = "for a launch of each" if count > 1 else "per launch"
     gain = f" A fix saves up to {t.format_duration(saved)} {when}." if saved else ""
     if saved and saved < MIN_FIRST_FIX_SHARE * sum(map(_sum_time, views)):
-        saves = f"A fix saves at most {t.format_duration(saved)} {when}."
-        found = f"The largest gain found is small: {title}{kernel_names}."
-        return f"{_advise_on_unit(views)}{found} {saves}"
+        saves = f"at most {t.format_duration(saved)} {when}"
+        found = f"The largest gain found is small: {title}{kernel_names}, {saves}."
+        return f"{_advise_on_unit(views)}{found}"
     return f"First: {title}{kernel_names}.{gain}"
 
 

@@ -37,8 +37,10 @@ from advisor.core.report import Report
 from advisor.core.report_time import HostShare, OperatorTime
 from advisor.core.rule import HostCheck, Rule
 from advisor.measure import Analysis
+from advisor.measure.host.names import name_matches
+from advisor.measure.host.op_tree import op_table
 from advisor.measure.host.sampled_code import line_of_operator
-from advisor.measure.host.stacks import hottest_in_modules
+from advisor.measure.host.stacks import BACKWARD, hottest_in_modules
 from advisor.measure.steps.periodic import LOOP_PHASES
 
 
@@ -79,6 +81,8 @@ def write_host_verdict(
     longest_part = f"The longest part on the host is {part}."
     if part.startswith(t.host_label("dispatch")):
         longest_part = _name_longest_operator(report)
+    if part.startswith(t.host_label("autograd")):
+        longest_part = f"The main thread is {part}. {_describe_backward_thread(a)}"
     if has_large_gain(report):
         first = report.findings[0]
         own_share = 0.0 if first.impact is None else first.impact.share or 0.0
@@ -253,6 +257,28 @@ def _name_longest_operator(report: Report) -> str:
 
 
 _OF_OPERATORS = "of operators' time"
+
+
+def _describe_backward_thread(a: Analysis) -> str:
+    """Name the operators with most time in the thread that runs the backward pass, or say that its
+    events are not recorded."""
+    own = a.trace.main_thread
+    is_other = np.asarray(a.trace.cpu["thread"] != own, dtype=bool)
+    is_node = name_matches(a.trace.cpu["name"], BACKWARD).to_numpy()
+    threads = a.trace.cpu["thread"].to_numpy()
+    table = op_table(a, np.isin(threads, threads[is_other & is_node])).sort("host").reverse()
+    longest = table.filter(table["host"] > 0).head(MAX_BACKWARD_OPERATORS)
+    if longest.is_empty():
+        return "The thread that computes it is not recorded."
+    names = t.list_names(
+        f"{labels.clean(name)} ({t.format_duration(ns / a.step_count)})"
+        for name, ns in longest.select("name", "host").iter_rows()
+    )
+    return f"Longest in it: {names}."
+
+
+MAX_BACKWARD_OPERATORS = 3
+"""Maximum number of operators of the backward pass that a verdict names."""
 
 
 def _name_leading_operator(a: Analysis, operator: OperatorTime) -> str:

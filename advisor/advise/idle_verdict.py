@@ -35,12 +35,11 @@ def explain_idle_without_fix(report: Report, a: Analysis) -> str:
     shown = {part.cause for part in causes}
     recording = how_to_record_more("with_stack=True", a)
     later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
-    more = (
-        f" with {recording}, to see what the host does" if "unknown" in shown and recording else ""
-    )
+    more = f" with {recording}" if "unknown" in shown and recording else ""
     advice = "No rule of advisor finds a fix with a significant gain."
     if later or more:
         advice = f"Record{later}{',' * bool(later and more)}{more}."
+    advice = _name_longest_range(report) * ("unknown" in shown) + advice
     scope = report.scope
     if "compile" in shown and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * scope.step_min_ns > 0:
         shortest, steps = (
@@ -52,6 +51,19 @@ def explain_idle_without_fix(report: Report, a: Analysis) -> str:
     are_most = sum(part.share for part in causes) > MAJORITY_SHARE * idle_share
     most = "Most" if are_most else "The largest part"
     return f". {most} of its idle time: {') and '.join(named)}). {advice}"
+
+
+def _name_longest_range(report: Report) -> str:
+    """Name the program's range that takes longest. Empty if none takes much of the time."""
+    longest = max(report.ranges, key=lambda each: each.share, default=None)
+    if longest is None or longest.share < MIN_RANGE_SHARE:
+        return ""
+    name, share = labels.shorten(labels.clean(longest.name), 48), t.format_share(longest.share)
+    return f"Longest range: {name} ({share}). "
+
+
+MIN_RANGE_SHARE = 0.1
+"""Minimum share of the recording at which a range of the host is named."""
 
 
 def explain_idle(report: Report, a: Analysis) -> str:

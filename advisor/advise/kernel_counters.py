@@ -363,7 +363,7 @@ def _compare_variants(longest: KernelCounters, views: Sequence[KernelCounters]) 
         if view.dram_bytes and longest.dram_bytes:
             moved = _contrast(view.dram_bytes, longest.dram_bytes, "fewer", "more")
             moved = f", and moves {moved} bytes"
-        same.append(f"in {view.file} a launch takes {duration}, {time}{moved}")
+        same.append(f"in {view.file} each takes {duration}, {time}{moved}")
     return f"{t.upper_first('; '.join(same))}. " if same else ""
 
 

@@ -742,6 +742,10 @@ def format_speedup(report: Report) -> str:
     return f"{bound}{t.format_speedup(ratio)}"
 
 
+MIN_LESS_BUSY = 0.01
+"""Minimum decrease of the GPU-busy share by all fixes that needs a reason."""
+
+
 def describe_all_fixes(report: Report) -> str:
     """Say how long the step takes with every ranked fix, and how busy the device is then. Empty if
     the fixes do not shorten it."""
@@ -760,6 +764,8 @@ def describe_all_fixes(report: Report) -> str:
     busy_after = ""
     if busy is not None and report.time and not of_other_step and speedup[0].isdigit():
         busy_after = f", GPU busy {t.format_share(min(1.0, busy / after))}"
+        if busy / after < (report.busy_share or 0.0) - MIN_LESS_BUSY:
+            busy_after += " (waits stay)"
     return (
         f"{fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
         f"({speedup}){busy_after}."

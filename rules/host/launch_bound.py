@@ -41,6 +41,22 @@ from advisor.rules.support.launch_gaps import (
 )
 from advisor.testing import Examples, TraceBuilder
 
+MIN_NAMED_PART = 0.15
+"""Minimum ratio of a part of the idle time to all of it, to be named."""
+
+
+def _name_parts(a: Analysis, gaps: LaunchGaps) -> str:
+    """Name notable parts: idle time in Python code, and idle time in slow calls that comes on
+    top. Empty if there are none."""
+    parts = []
+    if gaps.python >= MIN_NAMED_PART * gaps.idle:
+        python = t.format_duration(gaps.python / a.step_count)
+        parts.append(f", {python} of it in Python code between operators")
+    if gaps.longer >= MIN_NAMED_PART * gaps.idle:
+        longer = t.format_duration(gaps.longer / a.step_count)
+        parts.append(f", and {longer} more in slow calls")
+    return "".join(parts)
+
 
 class LaunchBound(Rule):
     """The GPU finishes its kernels faster than the host launches them, so it idles between them.
@@ -240,7 +256,8 @@ class LaunchBound(Rule):
         dense_idle = idle_in_dense_layers(a) if waits.dense_only else 0
         yield Finding(
             summary=(
-                f"The GPU idles for {of_step(a, gaps.idle)} until the host launches more. Each "
+                f"The GPU idles for {of_step(a, gaps.idle)} until the host launches "
+                f"more{_name_parts(a, gaps)}. Each "
                 f"of {gaps.calls:,.0f} launches{per_step(a)} costs "
                 f"{t.format_duration(gaps.per_launch)} of idle time; the median kernel takes "
                 f"{t.format_duration(gaps.kernel_ns)}."

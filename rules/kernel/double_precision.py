@@ -3,6 +3,7 @@
 import numpy as np
 import polars as pl
 
+from advisor.core import text as t
 from advisor.core.finding import Finding, Outcomes, Select, SkippedCheck
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.measure import Analysis
@@ -168,6 +169,10 @@ class DoublePrecision(Rule):
         where = kernel_locations(a, double)
         op = where[0].op if where and where[0].op else ""
         longest = f", longest in {op}" if op else ""
+        products_ns = summed_duration(a, products)
+        if ratio == 1 and products_ns:
+            longest += f"; {t.format_duration(products_ns / a.step_count)} of it are products, "
+            longest += "as fast in float64 as in float32 on this GPU"
         all_products = compute_mask(a) & family_mask(a, "gemm", "convolution")
         is_model_double = summed_duration(a, products) >= MIN_MODEL_SHARE * summed_duration(
             a, all_products

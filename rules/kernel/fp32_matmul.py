@@ -49,6 +49,8 @@ _TF32 = (
     'torch.set_float32_matmul_precision("high")   # matrix products\n'
     "torch.backends.cudnn.allow_tf32 = True        # convolutions (the default)\n"
 )
+_TF32_FIRST = '# smaller, stays FP32: torch.set_float32_matmul_precision("high")\n'
+"""First line of the code of mixed precision on a GPU that has TF32."""
 _BF16 = 'with torch.autocast("cuda", dtype=torch.bfloat16):\n    loss = criterion(model(x), y)'
 _FORWARD = 'with torch.inference_mode(), torch.autocast("cuda", dtype=torch.{}):\n    y = model(x)'
 """Code for BF16 or FP16 in a program that does not train."""
@@ -550,7 +552,7 @@ class MixedPrecisionOff(Fp32Matmul):
         "Train in BF16 with autocast; check that accuracy holds. Weights and optimizer stay in "
         "FP32, and no scaler is needed."
     )
-    code = _BF16
+    code = _TF32_FIRST + _BF16
     falsified_by = "mathematics that needs FP32, or an autocast region that these products leave"
     assumptions = (
         _DERATING_TEXT,
@@ -583,7 +585,7 @@ class MixedPrecisionOff(Fp32Matmul):
     }
     inference: ClassVar[Mapping[str, Any]] = {
         "fix": "Run the model in BF16, whole or with autocast; check that accuracy holds.",
-        "code": _FORWARD.format("bfloat16"),
+        "code": _TF32_FIRST + _FORWARD.format("bfloat16"),
         "verify": f"{_VERIFY}Compare the model's outputs.",
         "assumptions": (_DERATING_TEXT, assumptions[1], _ANSWERS),
         "cases": {
@@ -644,9 +646,12 @@ class MixedPrecisionOff(Fp32Matmul):
                 )
                 for attained_share in self.range_of("attained_share")
             ]
+            attention_time = of_step(a, kernel_work.summed_duration(a, attention))
             names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
             select = kernel_work.select_kernels(names.unique().to_list())
             edits.append(kernel_work.scale_kernels(a, attention, saved, select))
+            found = finding.summary.replace(". ", f", and attention {attention_time}. ", 1)
+            finding = replace(finding, summary=found)
         dtypes = a.kernels["dtype"].filter(pl.Series(a.in_window & matrix))
         half_dtypes = dtypes.filter(dtypes.is_in(["bf16", "fp16"])).mode()
         text = {"title": self.title}

@@ -170,16 +170,17 @@ class AllocationsInLoop(DriverAllocationRule):
 
     def _summarize(self, calls: pl.DataFrame, steps: int) -> str:
         by_call = dict(calls.group_by("call").len().iter_rows())
-        rates = ", ".join(
+        rates = " and ".join(
             f"{by_call[call] / steps:.1f} {name}"
             for call, name in self._calls.items()
             if by_call.get(call)
         )
         count = calls["step"].n_unique()
         subject = "Each step calls" if count == steps else f"{count} of {steps} steps call"
+        ns = t.format_duration(sum_column(calls["dur"]) / steps)
         return (
-            f"{subject} the driver for memory after the warm-up: {rates} per step. cudaFree "
-            "waits for the whole GPU, and cudaMalloc blocks the host."
+            f"{subject} the driver for memory after the warm-up: {rates} per step take {ns} on "
+            "the host. cudaFree waits for the whole GPU, and cudaMalloc blocks the host."
         )
 
     def _locate_calls(self, a: Analysis, calls: pl.DataFrame) -> list[Location]:

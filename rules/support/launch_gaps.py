@@ -43,6 +43,8 @@ class LaunchGaps(NamedTuple):
 
     idle: int
     """GPU idle time in short pieces of CAUSES, ns."""
+    python: int
+    """Part of ``idle`` in Python code between operators, ns."""
     longer: int
     """Remaining idle time with CAUSES, ns: longer pieces, and those before a step's first launch.
     They are slow calls, not launches."""
@@ -77,6 +79,7 @@ def measure_launch_gaps(a: Analysis) -> LaunchGaps | None:
     graphs = (a.trace.cpu["call"].gather(launch.unique()) == "graph_launch").sum()
     return LaunchGaps(
         idle=idle,
+        python=int(pieces["dur"].filter(pieces["cause"] == "python").sum()),
         longer=int(a.gaps["dur"].filter(a.gaps["cause"].is_in(CAUSES)).sum()) - idle,
         at_launches=2 * int(short_gaps["dur"].sum()) >= idle,
         busy_share=a.breakdown.busy.total / a.span_ns,

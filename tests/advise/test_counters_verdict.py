@@ -180,7 +180,7 @@ def test_two_variants_of_a_program_are_compared_and_not_added_up() -> None:
     report = advisor.analyze(CORPUS / "rocprof" / "laplacian")
     assert "100% of kernel1_results, in 1,001 launches of 2.64 ms" in report.verdict
     # 2,557 / 2,644 µs; 2.73 / 2.88 GiB
-    second = "In kernel2_results a launch takes 2.56 ms, 3% less, and moves 5% fewer bytes"
+    second = "In kernel2_results each takes 2.56 ms, 3% less, and moves 5% fewer bytes"
     assert second in report.verdict
     assert "NVIDIA" not in report.verdict
 

@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from advisor.core.intervals import Intervals, covered_length
+from advisor.core.intervals import Bools, Intervals, covered_length
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.stacks import innermost_ancestor, is_operator, parent_rows
 
@@ -35,14 +35,15 @@ TABLE_SCHEMA: dict[str, Any] = {
 _NUMBERED_NAME = re.compile(r"^(?:nn\.Module: (.+)_|(ProfilerStep|step |.*_iter)#)\d+$")
 
 
-def op_table(a: Analysis) -> pl.DataFrame:
+def op_table(a: Analysis, among: Bools | None = None) -> pl.DataFrame:
     """Sum operators inside ``spans`` by name: ``name``, ``count`` (calls that touch the spans),
     ``device`` (ns of the device work launched directly by it, with no operator in between, on the
     analysed device and inside the spans), ``host`` (its self time on the host, ns, inside the
-    host's own steps, without the events inside it); largest ``device``, then ``host`` first."""
+    host's own steps, without the events inside it); largest ``device``, then ``host`` first.
+    ``among``: which rows of ``trace.cpu`` to take, by default all."""
     cpu = a.trace.cpu
     is_op = is_operator(a.trace)
-    rows = np.flatnonzero(is_op)
+    rows = np.flatnonzero(is_op if among is None else is_op & among)
     if not len(rows):
         return pl.DataFrame(schema=TABLE_SCHEMA)
     inside = measure_inclusive_time(a, a.steps.host_spans)

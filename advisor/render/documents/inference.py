@@ -19,6 +19,7 @@ COLUMN_TITLES: Final = (
 LIMIT: Final = "limit: what takes most of a step"
 LIMIT_SHARE: Final = f"{LIMIT}, and its share"
 HOST_LIMIT: Final = "; host: waiting for the CPU"
+INFERRED_LIMIT: Final = "; ?: inferred"
 """Legends of the last column, without shares and with them: one line of a terminal each."""
 OPTIONAL_TITLES: Final = ("tokens/s", "tokens")
 """Columns that a terminal leaves out first if they do not fit."""
@@ -41,6 +42,7 @@ def sections(report: Report) -> Iterator[Block]:
     has_limit = any(phase.limit for phase in inference.phases)
     has_share = any(phase.limit and not phase.limit_inferred for phase in inference.phases)
     host = HOST_LIMIT * any(phase.limit == "host" for phase in inference.phases)
+    host += INFERRED_LIMIT * any(phase.limit_inferred for phase in inference.phases)
     text = f"{LIMIT_SHARE if has_share else LIMIT}{host}."
     legend = [Paragraph(text, "soft")] if has_limit else []
     rows = [
@@ -75,7 +77,7 @@ def build_row(phase: InferencePhase) -> list[str]:
     limit = t.EMPTY_CELL
     if phase.limit is not None:
         share = "" if phase.limit_inferred else t.format_share(phase.limit_share)
-        limit = f"{phase.limit} {share}".strip()  # the line below says that it is inferred
+        limit = f"{phase.limit}?" if phase.limit_inferred else f"{phase.limit} {share}"
     return [
         labels.shorten(labels.clean(phase.name), MAX_NAME), f"{phase.steps:,}",
         _format_count(phase.requests), _format_count(phase.tokens), t.format_duration(phase.ns),

@@ -791,7 +791,7 @@ def _explain_larger_total(report: Report) -> str:
         return ""
     largest = max(fixes, key=lambda fix: fix[0])[1]
     saved = t.format_duration(largest.marginal_gain_ns)
-    return f" After the others, fix {largest.priority} saves more: {saved}."
+    return f" Fix {largest.priority} then saves {saved}."
 
 
 MIN_LARGER_TOTAL = 0.005

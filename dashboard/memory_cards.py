@@ -31,16 +31,16 @@ CATEGORY_COLORS = dict(
 )  # fmt: skip
 FREE_COLOR, RESERVED_COLOR = "#dcdbd6", "#6f6f79"
 MAX_SEGMENTS = 60
-MAX_ROWS = 25
-MAX_FRAMES = 6
-MAX_BLOCKS = 3_000
-MAX_DEVICES = 8
+_MAX_ROWS = 25
+_MAX_FRAMES = 6
+_MAX_BLOCKS = 3_000
+_MAX_DEVICES = 8
 TIMELINE_POINTS = 500
 
 
 def precompute(loaded: LoadedRun) -> None:
     """Compute the tables behind the figures, before the run is shown."""
-    for peak in select_histories(loaded.main)[:MAX_DEVICES]:
+    for peak in select_histories(loaded.main)[:_MAX_DEVICES]:
         _timeline_table(loaded, None, peak)
 
 
@@ -54,7 +54,7 @@ def draw_cards(view: PageView) -> list[Any]:
             lambda: {memory_view.device: memory_view for memory_view in build_memory_views(a)},
         )
     parts: list[Any] = []
-    for peak in select_histories(a)[:MAX_DEVICES]:
+    for peak in select_histories(a)[:_MAX_DEVICES]:
         parts += _device_cards(view, a, peak, views.get(peak.device))
     return parts
 
@@ -155,7 +155,7 @@ def _category_card(
 def _table_cards(memory_view: MemoryView, title_prefix: str) -> list[Any]:
     """Build a card for each other table of a device. A saving has its assumption below it."""
     cards = []
-    for section in memory.describe_device(memory_view, MAX_ROWS).tables:
+    for section in memory.describe_device(memory_view, _MAX_ROWS).tables:
         if section.title == memory.POOLS:
             continue
         rows: list[Any] = list(section.rows)
@@ -257,7 +257,7 @@ def _largest_blocks(peak: PeakMemory, category: str, events: Any) -> Any:
     """Return the row of a category's largest block at each event, or -1 if it has no block."""
     lifetimes = peak.history.block_lifetimes
     rows = np.flatnonzero(peak.category_codes == CATEGORIES.index(category))
-    rows = rows[np.argsort(-lifetimes.size[rows], kind="stable")[:MAX_BLOCKS]]
+    rows = rows[np.argsort(-lifetimes.size[rows], kind="stable")[:_MAX_BLOCKS]]
     largest = np.full(len(events), -1)
     for row in rows.tolist():  # the largest come first, so that a few cover all events
         is_live = (events >= lifetimes.start_event[row]) & (events < lifetimes.end_event[row])
@@ -291,7 +291,7 @@ def _stack_text(peak: PeakMemory, row: int) -> str:
         if frame.line > 0
     ]
     size_line = f"largest block: {t.format_bytes(int(lifetimes.size[row]))}"
-    lines = [size_line, *frame_lines[:MAX_FRAMES]] if frame_lines else [f"{size_line}, no stack"]
+    lines = [size_line, *frame_lines[:_MAX_FRAMES]] if frame_lines else [f"{size_line}, no stack"]
     return "".join(f"<br>{plotly_figures.escape_markup(labels.clean(line))}" for line in lines)
 
 
@@ -336,7 +336,7 @@ def _segment_figure(peak: PeakMemory) -> Any:
     blocks = (
         peak.history.blocks.filter(pl.col("segment").is_in(rows["row"].cast(pl.Int32).to_list()))
         .sort("size", descending=True)
-        .head(MAX_BLOCKS)
+        .head(_MAX_BLOCKS)
     )
     start = dict(zip(rows["row"].to_list(), rows["address"].to_list(), strict=True))
     bars_by_category: dict[str, list[tuple[float, float, str, str]]] = {}

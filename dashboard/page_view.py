@@ -73,12 +73,12 @@ def describe_missing(
     """Write which run or rank of a query does not exist; ``""`` if both do."""
     if run is not None and view.entry.key != str(run):
         return (
-            f"There is no run {str(run)[:MAX_NAME_LENGTH]} here. "
+            f"There is no run {str(run)[:_MAX_NAME_LENGTH]} here. "
             f"This is {labels.clean(view.entry.name)}."
         )
     has_several_ranks = view.entry.loaded is not None and len(view.entry.loaded.analyses) > 1
     if has_several_ranks and rank not in (None, "") and view.rank is None:
-        return f"There is no rank {str(rank)[:MAX_NAME_LENGTH]} here. This is the first one."
+        return f"There is no rank {str(rank)[:_MAX_NAME_LENGTH]} here. This is the first one."
     return ""
 
 
@@ -91,9 +91,9 @@ def _parse_rank(entry: OpenedPath, rank: object) -> int | None:
     return number if number in entry.loaded.analyses else None
 
 
-MAX_PARAMETERS = 40
-MAX_NAME_LENGTH = 40
-MAX_QUERY_LENGTH = 64 << 10
+_MAX_PARAMETERS = 40
+_MAX_NAME_LENGTH = 40
+_MAX_QUERY_LENGTH = 64 << 10
 """Length limit of a query string and of a value, characters."""
 
 
@@ -105,11 +105,11 @@ def clean_query(parameters: Mapping[str, Any]) -> dict[str, str]:
     cleaned: dict[str, str] = {}
     for name, value in parameters.items():
         first = value[0] if isinstance(value, list | tuple) and value else value
-        if not isinstance(first, str) or not name.isidentifier() or len(name) > MAX_NAME_LENGTH:
+        if not isinstance(first, str) or not name.isidentifier() or len(name) > _MAX_NAME_LENGTH:
             continue
-        if len(first) > MAX_QUERY_LENGTH:
+        if len(first) > _MAX_QUERY_LENGTH:
             continue
-        if len(cleaned) == MAX_PARAMETERS:
+        if len(cleaned) == _MAX_PARAMETERS:
             break
         cleaned[name] = first
     return cleaned
@@ -120,7 +120,7 @@ def parse_query(search: object) -> dict[str, str]:
     if not isinstance(search, str):
         return {}
     parameters: dict[str, list[str]] = {}
-    query = search[:MAX_QUERY_LENGTH].removeprefix("?")
+    query = search[:_MAX_QUERY_LENGTH].removeprefix("?")
     for name, value in parse_qsl(query, keep_blank_values=True, errors="replace"):
         parameters.setdefault(name, []).append(value)
     return clean_query(parameters)

@@ -39,7 +39,7 @@ of a host."""
 ADMITTED_COOKIE = "advisor_arrived"
 CALLBACK_PATH = "/_dash-update-component"
 """Path that accepts POST: Dash's callbacks, which only read. All other paths accept GET only."""
-MAX_REQUEST_BYTES = 4 << 20
+_MAX_REQUEST_BYTES = 4 << 20
 """Size limit of a callback's body, bytes. Its inputs are zoom states of figures, never files."""
 MIN_TOKEN_LENGTH = 16
 """Minimum length of a token that a user chose, characters."""
@@ -158,7 +158,7 @@ def cookie_name(header: str | None, prefix: str = ACCESS_COOKIE) -> str:
 def protect(app: dash.Dash, access: Access) -> None:
     """Refuse requests that the access does not allow, and add security headers to all responses."""
     server = app.server
-    server.config["MAX_CONTENT_LENGTH"] = MAX_REQUEST_BYTES
+    server.config["MAX_CONTENT_LENGTH"] = _MAX_REQUEST_BYTES
 
     def check_request() -> flask.typing.ResponseReturnValue | None:
         request = flask.request

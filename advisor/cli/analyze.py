@@ -68,7 +68,7 @@ FailOnSeverity = Annotated[
 ]
 
 
-MAX_PROBLEMS = 4
+_MAX_PROBLEMS = 4
 """Maximum number of files without a trace to name."""
 
 
@@ -116,10 +116,10 @@ def command(
     report = examined.report
     redaction = names.collect(examined.run)
     left_out = _list_problems(examined.run, paths)
-    for problem in left_out[:MAX_PROBLEMS]:
+    for problem in left_out[:_MAX_PROBLEMS]:
         text = labels.clean(problem) if redaction is None else "a file"
         print(f"advisor: left out: {text}", file=sys.stderr)
-    if hidden_count := len(left_out[MAX_PROBLEMS:]):
+    if hidden_count := len(left_out[_MAX_PROBLEMS:]):
         print(f"advisor: left out: {hidden_count} more (see --details)", file=sys.stderr)
     if csv is not None:
         write_tables(csv, examined, redact=redaction)

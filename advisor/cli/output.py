@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from advisor.render.formats import Formats
     from advisor.render.renderer import Renderer
 
-PIPED_WIDTH, MAX_WIDTH = 80, 120
+PIPED_WIDTH, _MAX_WIDTH = 80, 120
 """Width of a report without a terminal, and maximum width, in columns."""
 
 _ASCII: dict[int, int | str] = {
@@ -103,7 +103,7 @@ def find_report_width(stream: TextIO) -> int:
         return PIPED_WIDTH - 2
     if not stream.isatty() and not os.environ.get("COLUMNS"):
         return PIPED_WIDTH
-    return max(40, min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, MAX_WIDTH))
+    return max(40, min(shutil.get_terminal_size((PIPED_WIDTH, 24)).columns, _MAX_WIDTH))
 
 
 def show(text: str) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from advisor.replay.project.project import Projector, TargetGpu
     from advisor.replay.project.splits import Instance, PacingRank
 
-MAX_NAMED = 4
+_MAX_NAMED = 4
 """Maximum number of GPUs for which the median rank's step is listed."""
 
 
@@ -159,8 +159,8 @@ class _MedianRankSteps:
         steps = [f"{format_duration(p.step_ns)} on {p.gpu}" for p in self.median if not p.refused]
         if not steps:
             return []
-        ellipsis = " …" if len(steps) > MAX_NAMED else ""
-        return [f"the step of rank {self.pace.median}: {', '.join(steps[:MAX_NAMED])}{ellipsis}"]
+        ellipsis = " …" if len(steps) > _MAX_NAMED else ""
+        return [f"the step of rank {self.pace.median}: {', '.join(steps[:_MAX_NAMED])}{ellipsis}"]
 
 
 def _choose_targets(

@@ -31,7 +31,7 @@ MAX_EDITS_LENGTH = 400
 """Maximum length of a finding's edits in the list, characters."""
 MAX_TARGETS = 6
 """Maximum number of the trace's targets in the list."""
-MAX_NAMES, MAX_NAME_LENGTH = 8, 60
+_MAX_NAMES, _MAX_NAME_LENGTH = 8, 60
 """Maximum number of names to list for an unknown one, and length of each, characters."""
 
 EditLines = Annotated[
@@ -263,6 +263,6 @@ def _explain_empty_selection(
     message = f"edit {clean(line.strip())!r} selects nothing in these steps"
     if not near.names:
         return f"{message}: there are no {near.kind}"
-    names = list_names((kernel_label(name, MAX_NAME_LENGTH) for name in near.names), MAX_NAMES)
+    names = list_names((kernel_label(name, _MAX_NAME_LENGTH) for name in near.names), _MAX_NAMES)
     order = "nearest first" if near.unmatched else "most time first"
     return f"{message}; {near.kind} here, {order}: {names}"

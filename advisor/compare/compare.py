@@ -52,7 +52,7 @@ MIN_COMMON_NAMES = 0.4
 """Minimum share of the operators' names that two programs have in common. In 40 pairs of a program
 and its fixed version it is 0.51 or more; in 93% of pairs of other programs it is less, or one of
 them does not train."""
-MIN_NAMES = 20
+_MIN_NAMES = 20
 """Number of operators' names below which a recording may be of any program."""
 
 ONE_TRAINS = "One of the two trains, the other does not"
@@ -211,7 +211,7 @@ def contrast_operators(before: Report, after: Report) -> str:
     """Say which operators show that two reports are of different programs. Empty if none do, if few
     are recorded, or if one program is compiled, which replaces its operators."""
     names = [set(each.operator_names) for each in (before, after)]
-    if min(map(len, names)) < MIN_NAMES or any("Compiled" in name for name in names[0] ^ names[1]):
+    if min(map(len, names)) < _MIN_NAMES or any("Compiled" in name for name in names[0] ^ names[1]):
         return ""
     trains = [any(re.search(TRAINING_ROWS, name) for name in each) for each in names]
     if trains[0] != trains[1]:

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         StepTimeChange,
     )
 
-MIN_SHARE = 0.005
+_MIN_SHARE = 0.005
 """Share of the longer step below which the tables leave out a row of the breakdown. The JSON has
 all rows."""
-MIN_WORK_SHARE = 0.001
+_MIN_WORK_SHARE = 0.001
 """Share of the longer step below which an operator's change is shown but not judged."""
-NOISE = f"changes of less than {MIN_SHARE:.1%} of the step, or 1% of another figure"
+NOISE = f"changes of less than {_MIN_SHARE:.1%} of the step, or 1% of another figure"
 MAX_WORK = 10
 MAX_PATH_LENGTH = 200
 """Maximum length of a path in a command, in characters."""
@@ -316,7 +316,7 @@ def interval_method(steps: StepTimeChange) -> list[str]:
 
 
 def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
-    """Return where the step's time goes, side by side. Changes below ``MIN_SHARE`` of the longer
+    """Return where the step's time goes, side by side. Changes below ``_MIN_SHARE`` of the longer
     step, or below 1% of another figure, are not judged."""
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
@@ -335,9 +335,9 @@ def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
             if amount.group != group:
                 continue
             largest = max(amount.before or 0.0, amount.after or 0.0)
-            if amount.unit == "ns" and largest < MIN_SHARE * total and group != "phases":
+            if amount.unit == "ns" and largest < _MIN_SHARE * total and group != "phases":
                 continue
-            max_noise = {"ns": MIN_SHARE * total, "share": 0.01}.get(amount.unit, 0.01 * largest)
+            max_noise = {"ns": _MIN_SHARE * total, "share": 0.01}.get(amount.unit, 0.01 * largest)
             is_gain = amount.name in MORE_IS_BETTER
             verdict = _judge_change(amount.before, amount.after, max_noise, more_is_better=is_gain)
             if verdict in ("new", "gone") and group in ("time", "idle", "host"):
@@ -493,7 +493,7 @@ def work_lines(
             t.format_change(item.after_ns - item.before_ns),
             ""
             if unjudged
-            else _judge_change(item.before_ns, item.after_ns, MIN_WORK_SHARE * total),
+            else _judge_change(item.before_ns, item.after_ns, _MIN_WORK_SHARE * total),
         )
         for item, name, label in zip(
             items, names, labels.distinct_labels(names, width), strict=True

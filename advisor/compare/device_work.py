@@ -10,10 +10,10 @@ from advisor.core.intervals import covered_length
 from advisor.core.labels import shorten
 from advisor.measure import Analysis
 
-MAX_ROWS = 500
+_MAX_ROWS = 500
 COPY_OPERATOR = "aten::copy_"
-MAX_KERNELS = 3
-MAX_NAME_LENGTH, MAX_SHAPE_LENGTH = 300, 1000
+_MAX_KERNELS = 3
+_MAX_NAME_LENGTH, MAX_SHAPE_LENGTH = 300, 1000
 """Maximum lengths of a name and a shape, in characters. Names of C++ templates and compiled regions
 have thousands."""
 
@@ -117,7 +117,7 @@ def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
             own=pl.when(pl.col("op").is_null()).then(pl.col("kernel"))
         )
         .group_by("op", "shape", "own", maintain_order=True)
-        .agg(pl.col("ns", "count").sum(), pl.col("kernel").head(MAX_KERNELS).alias("kernels"))
+        .agg(pl.col("ns", "count").sum(), pl.col("kernel").head(_MAX_KERNELS).alias("kernels"))
         .rename({"own": "kernel"})
     )
 
@@ -138,7 +138,7 @@ def _join_sides(
         .with_columns(larger=pl.max_horizontal("after_ns", "before_ns"))
         .sort("difference", "larger", *keys, descending=[True, True, *[False] * len(keys)])
     )
-    shown, remaining = joined.head(MAX_ROWS), joined.tail(max(0, joined.height - MAX_ROWS))
+    shown, remaining = joined.head(_MAX_ROWS), joined.tail(max(0, joined.height - _MAX_ROWS))
     rows = [_build_work(row) for row in shown.to_dicts()]
     if remaining.is_empty():
         return rows, None
@@ -159,5 +159,5 @@ def _build_work(row: dict[str, Any]) -> ComparedWork:
     )
 
 
-def _shorten_name(text: str | None, max_length: int = MAX_NAME_LENGTH) -> str | None:
+def _shorten_name(text: str | None, max_length: int = _MAX_NAME_LENGTH) -> str | None:
     return text if text is None else shorten(text, max_length)

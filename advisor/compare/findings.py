@@ -19,7 +19,7 @@ from advisor.core.report import Report
 from advisor.measure import Analysis
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
 
-MIN_KEPT_SHARE = 0.6
+_MIN_KEPT_SHARE = 0.6
 """Minimum share of a finding's gain, or of the time in its events, at which it is still there. A
 fix removes more than 40%."""
 _OPERATIONS_THAT_KEEP_EVENTS = ("overlap", "make_async", "resize")
@@ -199,12 +199,12 @@ def find_remaining(
         return None  # ids of one trace mean nothing in another
     if own.estimator.method == other.estimator.method:
         gain = other.estimator.gain_range(finding.edits).gain
-        if gain >= MIN_KEPT_SHARE * impact.gain_ns:
+        if gain >= _MIN_KEPT_SHARE * impact.gain_ns:
             return RemainingFinding(round(gain), _explain_unlisted(gain, other.main))
     edits = [edit for edit in finding.edits if edit.op not in _OPERATIONS_THAT_KEEP_EVENTS]
     own_ns = sum(_sum_selected_time(own.main, edit) for edit in edits)
     other_ns = sum(_sum_selected_time(other.main, edit) for edit in edits)
-    if own_ns > 0 and other_ns >= MIN_KEPT_SHARE * own_ns:
+    if own_ns > 0 and other_ns >= _MIN_KEPT_SHARE * own_ns:
         return RemainingFinding(None, "still there, but the step does not wait for it")
     return None
 

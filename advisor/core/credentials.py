@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-MAX_NAME_LENGTH = 200
+_MAX_NAME_LENGTH = 200
 """Maximum number of characters read of a name: its last ones."""
 
 # -- names --------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def is_secret_name(name: str) -> bool:
     """Return whether the words of an option, variable or key mark it as a credential
     (``--hf-token``, ``wandb.api_key``, ``s3.key``, but not ``--max-token``, ``--tokenizer``,
     ``image_key``)."""
-    words = [word.lower() for word in _WORDS.findall(name[-MAX_NAME_LENGTH:])]
+    words = [word.lower() for word in _WORDS.findall(name[-_MAX_NAME_LENGTH:])]
     if not words:
         return False
     if not _SECRET_WORDS.isdisjoint(words) or words[-1] in _LAST_WORDS:
@@ -114,7 +114,7 @@ _IDENTITY_NAMES = re.compile(
 def is_identity_variable(name: str) -> bool:
     """Return whether a variable contains a user, a machine or a home folder by its name: ``USER``,
     ``SLURM_JOB_USER``, ``MASTER_ADDR``, ``hostname``."""
-    return len(name) <= MAX_NAME_LENGTH and _IDENTITY_NAMES.fullmatch(name) is not None
+    return len(name) <= _MAX_NAME_LENGTH and _IDENTITY_NAMES.fullmatch(name) is not None
 
 
 # -- shapes -------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def _find_closing(text: str, opening: re.Match[str]) -> int:
 # -- command lines and settings -----------------------------------------------------------------
 
 HIDDEN = "***"
-MAX_ARGUMENTS, MAX_LENGTH = 512, 2000
+_MAX_ARGUMENTS, _MAX_LENGTH = 512, 2000
 
 _QUERY = re.compile(r"(?i)([?&;][\w.-]{0,80}?(?:key|auth))=[^&#;\s]++")
 """URL parameters with a credential. In a URL, any key counts as one."""
@@ -268,13 +268,13 @@ _PAIR = re.compile(r"^(?P<name>[^=\s]{1,200})=(?P<value>.*)$", re.DOTALL)
 def clean_value(value: str) -> str:
     """Return a value of limited length, without credentials in URLs, headers, JSON or known
     formats."""
-    if len(value) > 4 * MAX_LENGTH:  # text that is cut off need not be scanned
-        value = value[: 4 * MAX_LENGTH]
+    if len(value) > 4 * _MAX_LENGTH:  # text that is cut off need not be scanned
+        value = value[: 4 * _MAX_LENGTH]
     value = hide_known(value, HIDDEN)
     value = _QUERY.sub(rf"\1={HIDDEN}", value)
     value = hide_values(value, HIDDEN)
     value = _HEADER.sub(rf"\1 {HIDDEN}", value)
-    return value if len(value) <= MAX_LENGTH else f"{value[:MAX_LENGTH]}…"
+    return value if len(value) <= _MAX_LENGTH else f"{value[:_MAX_LENGTH]}…"
 
 
 def clean_command(arguments: Sequence[str]) -> list[str]:
@@ -282,7 +282,7 @@ def clean_command(arguments: Sequence[str]) -> list[str]:
     texts of known formats. Code given with ``-c`` is left out."""
     result: list[str] = []
     hide = ""
-    for argument in list(arguments)[:MAX_ARGUMENTS]:
+    for argument in list(arguments)[:_MAX_ARGUMENTS]:
         if hide and not (hide == "option" and argument.startswith("-")):
             result.append("…" if hide == "code" else HIDDEN)
             hide = ""
@@ -297,6 +297,6 @@ def clean_command(arguments: Sequence[str]) -> list[str]:
         elif argument.startswith("-") and pair is None and is_secret_name(argument):
             hide = "option"
         result.append(clean_value(argument))
-    if len(arguments) > MAX_ARGUMENTS:
+    if len(arguments) > _MAX_ARGUMENTS:
         result.append("…")
     return result

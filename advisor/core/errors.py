@@ -7,7 +7,7 @@ MIN_SIMILARITY = 0.6
 """Minimum similarity, 0 to 1, at which a known name may be meant."""
 MIN_WORD_SIMILARITY = 0.8
 """Minimum similarity at which a word of a known name may be meant. Short words need more."""
-MAX_NAME = 200
+_MAX_NAME = 200
 """Maximum number of compared characters of a name."""
 
 
@@ -40,7 +40,7 @@ def suggest(
         return max(likeness(name.casefold(), other.casefold()), by_words / max(1, len(wanted)))
 
     name = part(name)
-    wanted = re.findall(r"[^\W_]+", name[:MAX_NAME].casefold())
+    wanted = re.findall(r"[^\W_]+", name[:_MAX_NAME].casefold())
     scored = sorted(((nearness(part(other)), other) for other in known), key=lambda pair: -pair[0])
     enough = max([MIN_SIMILARITY, *(0.85 * score for score, _ in scored[:1])])
     *first, last = [other for score, other in scored[:3] if score >= enough] or [""]

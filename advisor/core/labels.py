@@ -14,9 +14,9 @@ from typing import Final
 ELLIPSIS: Final = "…"
 MIN_DISTINCT_WIDTH: Final = 8
 """Minimum width at which labels of distinct names are always distinct."""
-MAX_WORDS, MAX_LETTERS = 400, 2_000
+_MAX_WORDS, MAX_LETTERS = 400, 2_000
 """Maximum number of words and letters read of a name: the first three quarters and the last one."""
-MAX_COMPARED = 512
+_MAX_COMPARED = 512
 """Maximum number of names with the same head that are compared. Others may get a number."""
 MAX_TABLE_WORDS = 500_000
 """Maximum number of words in a table. Beyond it, names that are still equal get a number."""
@@ -144,7 +144,7 @@ _ATTEMPTS = (
     (clean, 0.33), (clean, 0.12),
 )  # fmt: skip
 """Functions that tidy a name, with the share of the width that its head may take, in order."""
-MIN_WHOLE_SHARE = 0.5
+_MIN_WHOLE_SHARE = 0.5
 """Minimum share of the width above which a head only counts if the distinct words fit too."""
 
 
@@ -246,15 +246,15 @@ def _cut_texts(
     # a text that fits is never confused with a cut one: it has no gap
     shown = list(texts)
     groups = (
-        all_[at : at + MAX_COMPARED]
+        all_[at : at + _MAX_COMPARED]
         for all_ in same_names.values()
-        for at in range(0, len(all_), MAX_COMPARED)
+        for at in range(0, len(all_), _MAX_COMPARED)
     )
     for group in groups:
         picked = _pick_words([words[i][heads[i] :] for i in group], [heads[i] for i in group])
         for i, places in zip(group, picked, strict=True):
             shown[i] = _join_label(
-                words[i], heads[i], places, width, partly=share <= MIN_WHOLE_SHARE
+                words[i], heads[i], places, width, partly=share <= _MIN_WHOLE_SHARE
             )
     return shown
 
@@ -266,10 +266,10 @@ def _split_words(text: str) -> list[str]:
     for word in _WORD.findall(text):
         # split UpperCamelCase names and digests into parts
         result += _PART.findall(word) if len(word) > MAX_WORD_LENGTH else [word]
-    if len(result) <= MAX_WORDS:
+    if len(result) <= _MAX_WORDS:
         return result
-    tail = MAX_WORDS // 4
-    return [*result[: MAX_WORDS - tail], ELLIPSIS, *result[-tail:]]
+    tail = _MAX_WORDS // 4
+    return [*result[: _MAX_WORDS - tail], ELLIPSIS, *result[-tail:]]
 
 
 def _count_head_words(words: list[str], room: int) -> int:

@@ -63,11 +63,11 @@ ROOM_BYTES, ROOM_FACTOR = 300 << 20, 8
 size. Records of a run take two or three times their size."""
 MAX_VALUE = 1 << 62
 """Upper bound of all times and figures."""
-MAX_GPUS = 64
+_MAX_GPUS = 64
 """Maximum number of GPUs in one sample. No machine has more."""
-MAX_OBJECTS = 2 * MAX_GPUS + 2
+MAX_OBJECTS = 2 * _MAX_GPUS + 2
 """Maximum number of objects in a line. A sample has two per GPU."""
-MAX_STEPS = 2_000_000
+_MAX_STEPS = 2_000_000
 """Maximum number of steps of one rank, as a line may stand for any number of steps."""
 MAX_JSON_BYTES = 4 << 20
 """Maximum size of the manifest and of rank.json, bytes. The recorder writes some kilobytes."""
@@ -82,7 +82,7 @@ def trace_name(window: int) -> str:
     return f"trace_w{window}.json.gz"
 
 
-MAX_COMMAND = 120
+_MAX_COMMAND = 120
 """Maximum length of a command line that advice repeats."""
 
 
@@ -124,7 +124,7 @@ class Manifest(Struct, kw_only=True, omit_defaults=True):
         if words[0].endswith((".py", ".pyw")):
             words.insert(0, "python")
         line = shlex.join(words)
-        return line if len(line) <= MAX_COMMAND else f"python {self.program}"
+        return line if len(line) <= _MAX_COMMAND else f"python {self.program}"
 
 
 class RecordedDevice(Struct, kw_only=True, omit_defaults=True):
@@ -495,8 +495,8 @@ def _split_lines(steps: list[StepRow], file: Path, problems: list[str]) -> list[
     result: list[StepRow] = []
     for step in steps:
         count = step.of
-        if len(result) + count > MAX_STEPS:
-            problems.append(f"{file}: read up to step {step.n:,}: more than {MAX_STEPS:,}")
+        if len(result) + count > _MAX_STEPS:
+            problems.append(f"{file}: read up to step {step.n:,}: more than {_MAX_STEPS:,}")
             break
         phases = {name: ns // count for name, ns in step.phases.items()}
         dur = sum(phases.values()) if phases else step.dur // count
@@ -576,7 +576,7 @@ def is_sane(item: object) -> bool:
     """Return whether a record's times are possible. Others are damage, and do not fit a column."""
     if isinstance(item, StepRow):
         lengths = item.dur, item.n, item.gc, *item.phases.values()
-        if not 1 <= item.of <= MAX_STEPS:
+        if not 1 <= item.of <= _MAX_STEPS:
             return False
         return -MAX_VALUE < item.t < MAX_VALUE and all(
             0 <= length < MAX_VALUE for length in lengths
@@ -587,9 +587,9 @@ def is_sane(item: object) -> bool:
 
 
 def memory_weight(item: object) -> int:
-    """Estimate the memory of a record, bytes. Drop GPUs beyond ``MAX_GPUS``."""
+    """Estimate the memory of a record, bytes. Drop GPUs beyond ``_MAX_GPUS``."""
     if isinstance(item, Sample):
-        del item.gpus[MAX_GPUS:]
+        del item.gpus[_MAX_GPUS:]
         return 400 + sum(1200 + 180 * len(gpu.gpm or ()) + 40 * len(gpu.xid) for gpu in item.gpus)
     if isinstance(item, StepRow):
         return 400 + 180 * (len(item.phases) + len(item.gpu or ()))

@@ -380,13 +380,13 @@ def is_upper_bound(impact: Impact) -> bool:
     """Return whether the gain is the upper end of its range, and the range is wide or the gain is
     exposed time. The fix saves no more, and may save much less."""
     gain = impact.gain_ns or 0
-    if (impact.high_ns or 0) > MAX_HIGH_RATIO * gain:
+    if (impact.high_ns or 0) > _MAX_HIGH_RATIO * gain:
         return False
     is_wide = impact.low_ns is not None and impact.low_ns < WIDE_UPPER_BOUND * gain
     return impact.kind == "upper bound" or (is_wide and impact.high_ns is not None)
 
 
-MAX_HIGH_RATIO = 1.05
+_MAX_HIGH_RATIO = 1.05
 """Maximum ratio of a range's high end to the gain at which they count as equal."""
 WIDE_UPPER_BOUND = 0.75
 """Ratio of a range's low end to the gain below which a gain that is the high end is a bound."""

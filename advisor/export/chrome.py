@@ -289,7 +289,7 @@ def _copy_name(row: Event) -> str:
 
 
 CATEGORY = "advisor"
-MAX_SLICES = 20_000
+_MAX_SLICES = 20_000
 """Maximum number of slices on one track; the longest are kept. Browsers struggle with more."""
 _MAX_CLOSED_GAP_NS = 1_000
 """Distance in ns below which intervals of a finding become one slice."""
@@ -382,7 +382,7 @@ def _step_slices(a: Analysis) -> list[Slice]:
             state = "used" if used else "outlier" if outlier else "not used"
             rows.append(Slice(ts, dur, name, {"measured": state}))
             end = stop
-    return rows[:MAX_SLICES]
+    return rows[:_MAX_SLICES]
 
 
 def _gap_slices(a: Analysis, text: Shown) -> list[Slice]:
@@ -442,7 +442,7 @@ def _close_short_gaps(time: Intervals) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 def _longest_rows(dur: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Return the indices of the ``MAX_SLICES`` longest, in order of time."""
-    if len(dur) <= MAX_SLICES:
+    """Return the indices of the ``_MAX_SLICES`` longest, in order of time."""
+    if len(dur) <= _MAX_SLICES:
         return np.arange(len(dur))
-    return np.sort(np.argpartition(dur, -MAX_SLICES)[-MAX_SLICES:])
+    return np.sort(np.argpartition(dur, -_MAX_SLICES)[-_MAX_SLICES:])

@@ -32,9 +32,9 @@ _S = TypeVar("_S", bound=Struct)
 REDACTED = "[redacted]"
 MAX_REMEMBERED = 200_000
 """Maximum number of distinct texts whose result is cached; texts of a trace repeat massively."""
-MAX_NAMES = 1000
+_MAX_NAMES = 1000
 MAX_COLLECTED_NAMES = 20_000
-"""Maximum number of names that are collected; the longest ``MAX_NAMES`` of them are redacted. A
+"""Maximum number of names that are collected; the longest ``_MAX_NAMES`` of them are redacted. A
 malicious file can have any number of names."""
 
 _PUBLIC = re.compile(
@@ -196,7 +196,7 @@ class Redactor:
     def __init__(self, names: Iterable[str] = ()) -> None:
         wanted = {*names, *find_local_names()}
         wanted = {n for n in wanted if 3 <= len(n) <= 200 and n.lower() not in _COMMON_NAMES}
-        listed = sorted(wanted, key=lambda name: (-len(name), name))[:MAX_NAMES]
+        listed = sorted(wanted, key=lambda name: (-len(name), name))[:_MAX_NAMES]
         self._names = _build_names_pattern(listed) if listed else None
         self._texts: dict[str, str] = {}
         self._clean: set[bytes] = set()
@@ -415,7 +415,7 @@ class NameMap:
     def scan_run(self, folder: str | Path) -> None:
         """Collect the names in the files of a run directory other than its traces."""
         for pattern in (MANIFEST, f"rank*/{RANK}", f"rank*/{EVENTS}"):
-            for path in sorted(Path(folder).glob(pattern))[:MAX_NAMES]:
+            for path in sorted(Path(folder).glob(pattern))[:_MAX_NAMES]:
                 with suppress(OSError, ValueError), open_regular(path) as stream:
                     while block := stream.read(BLOCK):
                         self.scan(block)

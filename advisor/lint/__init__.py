@@ -21,8 +21,8 @@ from advisor.lint.script import Hint, parse
 
 __all__ = ["Hint", "lint_paths", "lint_text"]
 
-MAX_BYTES = 4 << 20
-MAX_FILES = 2000
+_MAX_BYTES = 4 << 20
+_MAX_FILES = 2000
 IGNORE = "advisor: ignore"
 """Text of a comment that removes the hints of its line."""
 _SKIPPED_FOLDERS = {"node_modules", "site-packages", "build", "dist", "__pycache__", "venv", "env"}
@@ -36,11 +36,11 @@ def lint_paths(paths: list[str]) -> tuple[list[Hint], list[str]]:
     """Return the hints for Python files, also in folders, and one line per file that cannot be
     parsed. Raises AdvisorError if a path is missing, if there are no Python files, or if the only
     file cannot be parsed."""
-    files = list(islice(_iterate_files(paths), MAX_FILES + 1))
+    files = list(islice(_iterate_files(paths), _MAX_FILES + 1))
     if not files:
         raise AdvisorError(f"{paths[0]}: no Python files (*.py)")
-    if len(files) > MAX_FILES:
-        raise AdvisorError(f"{paths[0]}: more than {MAX_FILES} Python files; give fewer")
+    if len(files) > _MAX_FILES:
+        raise AdvisorError(f"{paths[0]}: more than {_MAX_FILES} Python files; give fewer")
     hints: list[Hint] = []
     problems: list[str] = []
     for file in files:
@@ -73,7 +73,7 @@ def _iterate_files(paths: list[str]) -> Iterator[Path]:
 
 def _read_text(file: Path) -> str:
     try:
-        return read_regular(file, MAX_BYTES).decode("utf-8-sig")
+        return read_regular(file, _MAX_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise AdvisorError(f"{file}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError as error:

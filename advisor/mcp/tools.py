@@ -55,9 +55,9 @@ if TYPE_CHECKING:
 
 MAX_KEPT_ANALYSES = 4
 """Number of recent analyses kept, so that a question about a finding reads no trace."""
-MAX_BYTES = 4_000_000_000
+_MAX_BYTES = 4_000_000_000
 """Maximum uncompressed size of the data that one call reads, in bytes."""
-MAX_EDITS, LONGEST_EDIT = 20, 500
+_MAX_EDITS, LONGEST_EDIT = 20, 500
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 log = logging.getLogger("advisor.mcp")
@@ -68,7 +68,7 @@ Edits = Annotated[
     list[Annotated[str, Field(max_length=LONGEST_EDIT)]],
     Field(
         min_length=1,
-        max_length=MAX_EDITS,
+        max_length=_MAX_EDITS,
         description="VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], such as 'scale "
         "kernel:softmax 0.2', 'remove sync:item', 'overlap comm', 'parallelize loader 4'. They "
         "add up. A finding's from_trace.edits are such lines.",
@@ -177,8 +177,8 @@ class Tools:
         from advisor.replay.edit_language import parse_edit
         from advisor.replay.result import what_if
 
-        if not 0 < len(edits) <= MAX_EDITS:
-            raise AdvisorError(f"give 1 to {MAX_EDITS} edits")
+        if not 0 < len(edits) <= _MAX_EDITS:
+            raise AdvisorError(f"give 1 to {_MAX_EDITS} edits")
         if any(len(line) > LONGEST_EDIT for line in edits):
             raise AdvisorError(f"an edit has at most {LONGEST_EDIT} characters")
         parsed_edits = [parse_edit(line) for line in edits]
@@ -300,7 +300,7 @@ class Tools:
         targets = {match.gpu.name: match.gpu for match in matches.values()}
         gpu_name = find_gpu(recorded_gpu).gpu.name if recorded_gpu else None
         mesh = parse_mesh(recorded_mesh) if recorded_mesh else None
-        options = ReadOptions(max_bytes=MAX_BYTES, urls=False, recorded_gpu=gpu_name)
+        options = ReadOptions(max_bytes=_MAX_BYTES, urls=False, recorded_gpu=gpu_name)
         gpu_choices: tuple[TargetGpu, ...] = ()
         splits: list[Split] = []
         with self._lock:
@@ -338,7 +338,7 @@ class Tools:
         ranks = analysis.report.ranks
         if ranks is None or len(analysis.run.ranks) >= len(ranks.lines):
             return analysis.run
-        options = ReadOptions(max_bytes=MAX_BYTES, urls=False)
+        options = ReadOptions(max_bytes=_MAX_BYTES, urls=False)
         return open_first_windows(self.allowed.path(given), options)
 
     def _examine_path(self, given: str, rank: int | None) -> AnalysisResult:
@@ -353,7 +353,7 @@ def _examine(path: Path, rank: int | None, _written_ns: int) -> AnalysisResult:
     from advisor.core.prices import NO_PRICES
     from advisor.read import ReadOptions
 
-    options = ReadOptions(max_bytes=MAX_BYTES, urls=False)
+    options = ReadOptions(max_bytes=_MAX_BYTES, urls=False)
     # no settings from a folder that a client may write to
     return examine(path, Options(rank=rank, read=options, config={}, prices=NO_PRICES))
 
@@ -450,7 +450,7 @@ def _write_edits(f: Finding) -> list[str]:
     from advisor.replay.edit_language import write_edit
 
     lines = []
-    for edit in f.edits[:MAX_EDITS]:
+    for edit in f.edits[:_MAX_EDITS]:
         try:
             line = write_edit(edit)
         except AdvisorError:

@@ -22,7 +22,7 @@ from advisor.read.reader import Reader, ReadOptions
 from advisor.read.registry import all_readers, is_named_for, read_trace
 from advisor.read.source import ByteSource
 
-MAX_FILES = 4096
+_MAX_FILES = 4096
 
 
 @cache
@@ -40,10 +40,10 @@ def logs_in(folders: Iterable[Path], options: ReadOptions | None = None) -> list
     result: list[Trace | str] = []
     for folder in folders:
         try:
-            files = sorted(islice(folder.iterdir(), 4 * MAX_FILES))
+            files = sorted(islice(folder.iterdir(), 4 * _MAX_FILES))
         except OSError:
             continue
-        for file in [file for file in files if is_named_log(file.name)][:MAX_FILES]:
+        for file in [file for file in files if is_named_log(file.name)][:_MAX_FILES]:
             try:
                 result.append(read_trace(str(file), options))
             except AdvisorError as error:
@@ -139,7 +139,7 @@ def _read_snapshot_file(path: str, options: ReadOptions) -> MemorySnapshot:
     return read_snapshot(source.blocks(), path)
 
 
-MAX_RANKS = 4096
+_MAX_RANKS = 4096
 
 
 def ranks_in(trace: Trace) -> list[Trace]:
@@ -168,7 +168,7 @@ def ranks_in(trace: Trace) -> list[Trace]:
     if operators.any() or trace.meta.format == KINETO:
         # where PyTorch's operators are recorded, a process without operators is not a rank
         ranks = np.intersect1d(ranks, np.unique(process[operators]))
-    if not 2 <= len(ranks) <= MAX_RANKS:
+    if not 2 <= len(ranks) <= _MAX_RANKS:
         return [trace]
     device = trace.gpu["device"].fill_null(-1).to_numpy()
     users = {

@@ -30,7 +30,7 @@ from advisor.read.tables import blank_column
 
 DAY_NS = 86_400 * 10**9
 """Longest plausible duration or distance in ns. No profiler window is a day long."""
-MAX_PAIRS = 1 << 20
+_MAX_PAIRS = 1 << 20
 """Maximum number of pairs of process and thread for which a lookup table is used."""
 UNIX_NS_RANGE = range(10**18, 4 * 10**18)  # 2001 to 2096
 _HOST_IDS = ("correlation", "external", "sequence", "inputs", "comm")
@@ -269,7 +269,7 @@ def _encode_threads(
         _encode_texts(_to_texts(thread), thread_codes),
     )
     pids, tids = list(process_codes), list(thread_codes)
-    is_small = len(pids) * len(tids) <= MAX_PAIRS
+    is_small = len(pids) * len(tids) <= _MAX_PAIRS
     pairs = pairs * (np.int32 if is_small else np.int64)(max(len(thread_codes), 1))
     pairs += thread_of_row
     del thread_of_row

@@ -52,7 +52,7 @@ from advisor.read.source import SEE_FORMATS, ByteSource, kind_of
 _WINDOW_NAME = re.compile(r"^trace_w(\d{1,6})\.json(?:\.gz|\.zst|\.zstd)?$")
 ARCHIVES = {".zip": "zip", ".tar": "tar", ".tar.gz": "tar", ".tgz": "tar", ".tar.xz": "tar"}
 """Suffixes of archives, and the URL scheme of their members."""
-MAX_FILES = 4096
+_MAX_FILES = 4096
 MAX_ELSEWHERE = 64
 """Maximum number of files from a URL that are kept at a time."""
 SMALL_FILE_BYTES = 1 << 20
@@ -208,7 +208,7 @@ def profile_files(path: str) -> list[str]:
     result = []
     reader = KernelProfilerReader()
     try:
-        for file in sorted(folder.iterdir())[:MAX_FILES]:
+        for file in sorted(folder.iterdir())[:_MAX_FILES]:
             is_candidate = is_named_for(reader, file.name) or begins_like_trace(str(file))
             if (
                 is_candidate
@@ -486,7 +486,7 @@ def _find_files(path: str, one_of_several: bool) -> list[str]:
             return [path]
         if not one_of_several:
             refuse_several(path)
-        candidates = sorted(islice(_iterate_traces(Path(path)), MAX_FILES + 1))
+        candidates = sorted(islice(_iterate_traces(Path(path)), _MAX_FILES + 1))
         candidates = candidates or _find_by_content(Path(path))
         caches = [file for file in candidates if file == str(Path(path))]
         result = without_copies([file for file in candidates if file not in caches]) + caches
@@ -499,8 +499,8 @@ def _find_files(path: str, one_of_several: bool) -> list[str]:
             f"{path}: a directory without traces (no file is named or begins like one); give a "
             f"file, or {SEE_FORMATS}"
         )
-    if len(result) > MAX_FILES:
-        raise AdvisorError(f"{path}: more than {MAX_FILES} traces; give a directory with fewer")
+    if len(result) > _MAX_FILES:
+        raise AdvisorError(f"{path}: more than {_MAX_FILES} traces; give a directory with fewer")
     return result
 
 
@@ -571,7 +571,7 @@ def _iterate_traces(folder: Path) -> Iterator[str]:
 
 def _find_by_content(folder: Path) -> list[str]:
     """Return the files directly in a folder that begin like traces, whatever their names."""
-    files = sorted(file for file in islice(folder.iterdir(), MAX_FILES) if file.is_file())
+    files = sorted(file for file in islice(folder.iterdir(), _MAX_FILES) if file.is_file())
     return [
         str(file)
         for file in files

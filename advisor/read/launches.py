@@ -12,7 +12,7 @@ from advisor.read.trace_events import call_class
 _OP, _RUNTIME = CPU_KINDS.index("op"), CPU_KINDS.index("runtime")
 _MAX_CLOCK_ERROR_NS = 10_000  # error of device times after conversion to the host's clock
 _OTHER = CALLS.index("other")
-MAX_PROCESSES = 64
+_MAX_PROCESSES = 64
 """Maximum number of processes whose calls are distinguished if they used the same ids."""
 # Calls that have a correlation id but launch nothing.
 _NO_LAUNCH_CALLS = [
@@ -93,7 +93,7 @@ class LaunchTable:
             return
         single = np.setdiff1d(np.flatnonzero(launch >= 0), rows, assume_unique=True)
         devices = np.nan_to_num(np.asarray(device["device"], dtype=np.float64), nan=-1.0)
-        numbers = np.unique(owner)[:MAX_PROCESSES]
+        numbers = np.unique(owner)[:_MAX_PROCESSES]
         tables = [_LaunchLookup(ids[owner == number], calls[owner == number]) for number in numbers]
         for index, number in enumerate(np.unique(devices[rows])):
             device_rows = rows[devices[rows] == number]

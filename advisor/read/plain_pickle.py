@@ -30,7 +30,7 @@ MIN_BYTES_PER_CONTAINER = 16
 allocator has two containers in 60 bytes or more."""
 BLOCK = 1 << 20
 """Maximum number of bytes checked and passed on at a time."""
-MAX_FIELDS = 200
+_MAX_FIELDS = 200
 """Maximum number of keys of a record."""
 
 _SHORT_STRING = (
@@ -291,7 +291,7 @@ class PickledFields:
 
     def from_value(self, value: Any) -> dict[str, Any] | None:
         """Return the record as a dict, or ``None`` if it was not a dict with string keys."""
-        if type(value) is not list or len(value) > 2 * MAX_FIELDS:
+        if type(value) is not list or len(value) > 2 * _MAX_FIELDS:
             return None
         if any(type(item) is tuple for item in value[::2]):  # some were set one by one
             flat: list[Any] = []
@@ -312,7 +312,7 @@ class PickledFields:
             return None
         keys = value[::2]
         if keys != self._keys or len(value) % 2:
-            if len(value) % 2 or len(keys) > MAX_FIELDS or any(type(k) is not str for k in keys):
+            if len(value) % 2 or len(keys) > _MAX_FIELDS or any(type(k) is not str for k in keys):
                 return None
             self._keys = keys
             self._value_indices = {key: 2 * n + 1 for n, key in enumerate(keys)}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import Ints
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
-MAX_FIELDS = 512
+_MAX_FIELDS = 512
 """Maximum number of fields in a small message. Messages of profilers have a tenth of that."""
 PADDING = 16
 """Number of zero bytes that must follow the messages in their buffer."""
@@ -176,7 +176,7 @@ class Buffer:
         row = np.flatnonzero(end > start)
         index, stop = start[row], end[row]
         broken = 0
-        for _ in range(MAX_FIELDS):
+        for _ in range(_MAX_FIELDS):
             if not len(row):
                 break
             key = self.bytes[index].astype(np.uint64)

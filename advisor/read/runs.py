@@ -17,9 +17,9 @@ from advisor.read.registry import is_trace_name, read_trace, refuse_unknown
 from advisor.read.remote.urls import RemoteFile
 from advisor.read.source import PACKINGS
 
-MAX_FOLDERS = 2_000
+_MAX_FOLDERS = 2_000
 """Maximum number of folders searched on each level."""
-MAX_DEPTH = 2
+_MAX_DEPTH = 2
 """Number of levels searched for runs: ``runs/…``, and a project folder that has ``runs/``."""
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_COUNTED_BYTES = 64 << 20
@@ -58,9 +58,9 @@ def runs_in(folder: Path) -> list[Path]:
         return []
     paths: list[Path] = []
     folders = [folder]
-    for _ in range(MAX_DEPTH):
+    for _ in range(_MAX_DEPTH):
         subfolders = [subfolder for parent in folders for subfolder in _list_folders(parent)][
-            :MAX_FOLDERS
+            :_MAX_FOLDERS
         ]
         paths += [subfolder for subfolder in subfolders if is_run(subfolder)]
         folders = [subfolder for subfolder in subfolders if not is_run(subfolder)]
@@ -73,7 +73,7 @@ def _list_folders(folder: Path) -> list[Path]:
         with os.scandir(folder) as entries:
             return [
                 Path(entry.path)
-                for entry in islice(entries, MAX_FOLDERS)
+                for entry in islice(entries, _MAX_FOLDERS)
                 if not entry.name.startswith(".") and entry.is_dir()
             ]
     except OSError:

@@ -22,11 +22,11 @@ from advisor.read.source import ByteSource
 MAGIC = b"SQLite format 3\0"
 BATCH = 20_000
 """Maximum number of rows that are Python objects at a time."""
-MAX_ROWS = 1 << 31
+_MAX_ROWS = 1 << 31
 """Maximum number of rows of one table: what 32-bit row numbers can count."""
 MAX_VALUE_BYTES = 1 << 24
 """Maximum size of a text or blob, bytes. Longer ones are damage, or made to fill memory."""
-MAX_TEXT = 1 << 16
+_MAX_TEXT = 1 << 16
 """Maximum number of characters kept of a text."""
 MAX_TEXT_BYTES = 1 << 24
 """Maximum size of texts that are Python objects at a time, bytes, estimated from SAMPLED_ROWS."""
@@ -106,7 +106,7 @@ class Database:
         parts = []
         columns = ", ".join(map(quote_identifier, wanted))
         condition = f" WHERE {where}" if where else ""
-        query = f"SELECT {columns} FROM {quote_identifier(table)}{condition} LIMIT {MAX_ROWS}"
+        query = f"SELECT {columns} FROM {quote_identifier(table)}{condition} LIMIT {_MAX_ROWS}"
         for rows in self._batches(query, table):
             values = zip(wanted.items(), zip(*rows, strict=True), strict=True)
             frame = pl.DataFrame(
@@ -131,11 +131,11 @@ class Database:
         if not self.has_table(table, key, value):
             return {}
         names = [quote_identifier(name) for name in (key, value, table)]
-        query = "SELECT {}, {} FROM {} LIMIT {}".format(*names, MAX_ROWS)
+        query = "SELECT {}, {} FROM {} LIMIT {}".format(*names, _MAX_ROWS)
         result: dict[int, str] = {}
         for rows in self._batches(query, table):
             result.update(
-                (number, text if len(text) <= MAX_TEXT else text[:MAX_TEXT])
+                (number, text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT])
                 for number, text in rows
                 if isinstance(number, int) and isinstance(text, str)
             )
@@ -182,8 +182,8 @@ def typed_column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
     """Return values of any types as a column of one type, with null for values that do not fit."""
     try:
         result = pl.Series(name, values, dtype=kind, strict=True)
-        if kind == pl.String and (result.str.len_bytes().max() or 0) > MAX_TEXT:  # type: ignore[operator]
-            return result.str.slice(0, MAX_TEXT)
+        if kind == pl.String and (result.str.len_bytes().max() or 0) > _MAX_TEXT:  # type: ignore[operator]
+            return result.str.slice(0, _MAX_TEXT)
         return result
     except (TypeError, ValueError, OverflowError, pl.exceptions.PolarsError):
         pass

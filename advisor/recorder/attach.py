@@ -20,14 +20,14 @@ from urllib.parse import urlsplit
 
 from advisor.core.errors import AdvisorError
 
-MAX_SECONDS = 120.0
+_MAX_SECONDS = 120.0
 """Maximum length of a profile, s: two minutes of a server are hundreds of millions of events."""
 ANSWER_SECONDS = 15.0
 """Timeout for an answer of a running server, s."""
 STOP_SECONDS = 1800.0
 """Timeout for a stop, s: the engine first writes its files, minutes for a large model."""
 MAX_STOP_TRIES = 3
-MAX_ANSWER = 1 << 20
+_MAX_ANSWER = 1 << 20
 """Maximum number of bytes read of an answer."""
 HOW_TO_ENABLE = {
     "vllm": "start vLLM with --profiler-config "
@@ -57,7 +57,7 @@ class Server(NamedTuple):
             headers = {} if text is None else {"Content-Type": "application/json"}
             connection.request(method, self.base + path, text, headers)
             answer = connection.getresponse()
-            return answer.status, answer.read(MAX_ANSWER).decode("utf-8", "replace")
+            return answer.status, answer.read(_MAX_ANSWER).decode("utf-8", "replace")
         finally:
             connection.close()
 
@@ -118,8 +118,8 @@ def attach(
 
     Raises AdvisorError if there is no such server, or it does not profile. The error says if the
     profiler may have started and could not be stopped."""
-    if not 0 < seconds <= MAX_SECONDS:
-        raise AdvisorError(f"--seconds: above 0, at most {MAX_SECONDS:.0f}")
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise AdvisorError(f"--seconds: above 0, at most {_MAX_SECONDS:.0f}")
     server = server_of(url)
     known = engine or engine_of(server)
     files_before = _list_files(folder)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-MAX_CODE = 1 << 14
+_MAX_CODE = 1 << 14
 """Maximum size of code to examine, bytes of instructions: a few milliseconds."""
 _CALL_OPS = ("CALL", "PRECALL", "CALL_KW", "CALL_FUNCTION_EX")
 _VARIABLE_OPS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF")
@@ -28,7 +28,7 @@ _OPERATORS = {
 ``<``."""
 _SETS = ("set", "frozenset", "<setcomp>")
 _TABLES = ("dict", "defaultdict", "Counter", "OrderedDict", "<dictcomp>")
-MAX_FUNCTIONS, MAX_OWNED, MAX_BEFORE = 12, 200, 8
+MAX_FUNCTIONS, MAX_OWNED, _MAX_BEFORE = 12, 200, 8
 """Maximum number of functions that are searched for tests, of methods of a file that make its
 attributes, and of instructions before a test that load its container."""
 _WRAPPERS = (FunctionType, classmethod, staticmethod, functools._lru_cache_wrapper)
@@ -80,7 +80,7 @@ def used_names(code: CodeType) -> list[tuple[str, int]]:
     """Return the names of attributes and globals that a function's code reads, and of functions of
     the ``operator`` module for symbols (``add`` for ``a + b``), each with its line. Comprehensions
     and lambdas are part of it. Sizes (``a.shape[1]``) are no use of ``getitem``."""
-    if len(code.co_code) > MAX_CODE:
+    if len(code.co_code) > _MAX_CODE:
         return []
     inner = [part for part in code.co_consts if type(part) is CodeType]
     found = dict.fromkeys(name for part in inner for name in used_names(part))
@@ -112,7 +112,7 @@ def membership_tests(code: CodeType, names: dict[str, Any]) -> list[tuple[CodeTy
         parts += [function.__code__ for function in called if type(function) is FunctionType]
         for part in parts:
             is_here = part.co_filename == code.co_filename and part not in codes
-            if is_here and len(codes) < MAX_FUNCTIONS and len(part.co_code) <= MAX_CODE:
+            if is_here and len(codes) < MAX_FUNCTIONS and len(part.co_code) <= _MAX_CODE:
                 codes.append(part)
     return list(dict.fromkeys(result))
 
@@ -158,7 +158,7 @@ def _made_tables(code: CodeType, names: dict[str, Any]) -> tuple[set[str], set[s
     tables: set[str] = set()
     rows: set[str] = set()
     for each in codes[:MAX_OWNED]:
-        if len(each.co_code) > MAX_CODE:
+        if len(each.co_code) > _MAX_CODE:
             continue
         time.sleep(YIELD_SECONDS)
         made = sets = 0  # the last lines that make a table, and a set
@@ -198,7 +198,7 @@ def _slow_tests(
                 is_variable = type(names.get(name)) in (list, tuple)
             if is_variable and name not in known and instruction.positions.lineno is not None:
                 yield instruction.positions.lineno
-        before = [*before, instruction][-MAX_BEFORE:]
+        before = [*before, instruction][-_MAX_BEFORE:]
 
 
 def _last_name(instruction: dis.Instruction) -> str:
@@ -209,7 +209,7 @@ def _last_name(instruction: dis.Instruction) -> str:
 
 def _instructions_to(code: CodeType, offset: int) -> list[dis.Instruction]:
     """Return the instructions up to the one at ``offset``, empty if none is there."""
-    if len(code.co_code) > MAX_CODE or offset < 0:
+    if len(code.co_code) > _MAX_CODE or offset < 0:
         return []
     instructions: list[dis.Instruction] = []
     for instruction in dis.get_instructions(code):

@@ -29,7 +29,7 @@ WAIT_SECONDS = 60.0
 """Maximum time that a rank waits for the first rank to create the directory, s."""
 STALE_SECONDS = 600.0
 """Age of a launch file, s, from which it belongs to another launch with the same key."""
-MAX_TRIES = 1000
+_MAX_TRIES = 1000
 PRIVATE = 0o700
 """Mode of a new run directory: command lines, paths and settings are private. An existing, empty
 directory keeps its mode."""
@@ -39,7 +39,7 @@ def new_run(out: str) -> Path:
     """Create a run directory or take an empty one, and return its path. Raises OSError."""
     target = Path(out) if out else Path("runs") / _generate_name()
     target.parent.mkdir(parents=True, exist_ok=True)
-    for attempt in range(1, MAX_TRIES):
+    for attempt in range(1, _MAX_TRIES):
         path = target if attempt == 1 else target.with_name(f"{target.name}_{attempt}")
         try:
             path.mkdir(PRIVATE)
@@ -63,7 +63,7 @@ def rank_folder(out: str, rank: int, world: int) -> Path:
         run = _shared_run_directory(out, rank)
     else:
         run = new_run(out)
-    for attempt in range(1, MAX_TRIES):
+    for attempt in range(1, _MAX_TRIES):
         # a second training in a process tree that shares the variable gets its own run
         sibling = run if attempt == 1 else run.with_name(f"{run.name}_{attempt}")
         sibling.mkdir(PRIVATE, exist_ok=True)
@@ -162,7 +162,7 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 ANALYSIS_SECONDS = 60.0
 """Maximum duration of the analysis at the end of a run, s. A longer one is left to the user."""
-MAX_COLUMNS = 80
+_MAX_COLUMNS = 80
 PREFIX = "advisor: "
 _INJECTED_FOLDER = str(Path(__file__).parent / "inject")
 """Folder that ``advisor record`` adds to PYTHONPATH."""
@@ -173,7 +173,7 @@ def print_message(*paragraphs: str) -> None:
     lines: list[str] = []
     for text in paragraphs:
         lines += textwrap.wrap(
-            text, MAX_COLUMNS - len(PREFIX), break_long_words=False, break_on_hyphens=False
+            text, _MAX_COLUMNS - len(PREFIX), break_long_words=False, break_on_hyphens=False
         )
     text = "\n".join(f"{' ' * len(PREFIX) if i else PREFIX}{line}" for i, line in enumerate(lines))
     try:

@@ -154,11 +154,11 @@ def _encode_record(
     return text[:MAX_RECORD].encode("utf-8", "replace")
 
 
-MAX_COPIED = 4 << 20
+_MAX_COPIED = 4 << 20
 """Maximum number of bytes read of NCCL's log, whose start describes the path."""
 COPY_SECONDS, TOPOLOGY_SECONDS = 30.0, 30.0
 COMMANDS = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"))
-MAX_LINE = 4096
+_MAX_LINE = 4096
 _NCCL_LINE = re.compile(rb"CCL (?:INFO|WARN|version)")
 
 
@@ -194,15 +194,15 @@ class NetworkKeeper(BackgroundThread):
 
     def _copy_log(self, source: Path) -> None:
         """Copy NCCL's lines of the log, if it has grown."""
-        if not source.is_file() or source.stat().st_size == self._size or self._size >= MAX_COPIED:
+        if not source.is_file() or source.stat().st_size == self._size or self._size >= _MAX_COPIED:
             return
         with source.open("rb") as file:
-            data = file.read(MAX_COPIED)
+            data = file.read(_MAX_COPIED)
         self._size = len(data)
         kept = [
-            clean_value(line[:MAX_LINE].decode("utf-8", "replace"))
+            clean_value(line[:_MAX_LINE].decode("utf-8", "replace"))
             for line in data.split(b"\n")
-            if _NCCL_LINE.search(line[:MAX_LINE])
+            if _NCCL_LINE.search(line[:_MAX_LINE])
         ]
         hidden = self._folder / f".{NCCL_LOG}"
         hidden.write_text("\n".join([*kept, ""]), encoding="utf-8")
@@ -244,6 +244,6 @@ def ask_topology() -> bytes | None:
                 close_fds=False, timeout=TOPOLOGY_SECONDS, check=False,
             )  # fmt: skip
             out.seek(0)
-            return out.read(MAX_COPIED) if process.returncode == 0 else None
+            return out.read(_MAX_COPIED) if process.returncode == 0 else None
     except (OSError, subprocess.SubprocessError):
         return None

@@ -17,14 +17,14 @@ from advisor.recorder.tape import THREAD
 
 FIRST, SECOND = 3, 8
 """Numbers of the optimizer steps before which gradients are examined; both must be new."""
-MAX_ROUNDS = 12
+_MAX_ROUNDS = 12
 """Maximum number of optimizer steps, from ``SECOND`` on, at which gradients are examined if several
 optimizers take turns. The search ends earlier once each of them has stepped twice."""
-MAX_MODULES = 16
-MAX_PARAMETERS = 4096
+_MAX_MODULES = 16
+_MAX_PARAMETERS = 4096
 """Maximum number of parameters for which an event is written."""
-MAX_NAMES = 5
-MAX_PASSES = 4
+_MAX_NAMES = 5
+_MAX_PASSES = 4
 
 
 class _Gradient(NamedTuple):
@@ -102,7 +102,7 @@ class UnusedGradientFinder:
 
     def add_module(self, module: Any) -> None:
         """Note a model whose forward ran before the first backward."""
-        if len(self._modules) < MAX_MODULES and id(module) not in self._modules:
+        if len(self._modules) < _MAX_MODULES and id(module) not in self._modules:
             self._modules[id(module)] = ref(module)
 
     def _stop(self) -> None:
@@ -125,7 +125,7 @@ class UnusedGradientFinder:
             self._check_dropped(optimizer)
             times = Counter(check.optimizer for check in self._checks)
             has_two_rounds = all(times[key] >= 2 for key in self._optimizers)
-            if has_two_rounds or len(self._checks) >= MAX_ROUNDS:
+            if has_two_rounds or len(self._checks) >= _MAX_ROUNDS:
                 self._report_dropped()
                 self._has_reported = True
         if not self._searching and (is_over or self._has_reported):
@@ -200,7 +200,7 @@ class UnusedGradientFinder:
             if not is_used and gradient.parameter() is not None
         ]
         # an optimizer of copies in another precision has no parameter of any model
-        if not unused or not any(is_optimized) or len(rows) > MAX_PARAMETERS:
+        if not unused or not any(is_optimized) or len(rows) > _MAX_PARAMETERS:
             if self._steps > SECOND:
                 self._write_event("gradients", {"unused": 0})
             self._searching = False
@@ -243,10 +243,10 @@ class UnusedGradientFinder:
                 if key in check.made
             ]
             described = _describe(rows)
-            if check.dropped and len(rows) <= MAX_PARAMETERS and described not in passes:
+            if check.dropped and len(rows) <= _MAX_PARAMETERS and described not in passes:
                 passes.append(described)
         if passes:
-            self._write_event("dropped_gradients", {"passes": passes[:MAX_PASSES]})
+            self._write_event("dropped_gradients", {"passes": passes[:_MAX_PASSES]})
 
 
 def _describe(rows: list[tuple[_Gradient, bool]]) -> dict[str, Any]:
@@ -263,11 +263,11 @@ def _describe(rows: list[tuple[_Gradient, bool]]) -> dict[str, Any]:
         "unused": len(unused),
         "total": len(rows),
         "bytes": sum(gradient.size for gradient in unused),
-        "modules": [name for name, _ in sizes.most_common(MAX_NAMES)],
+        "modules": [name for name, _ in sizes.most_common(_MAX_NAMES)],
         # classes of the models, if none of their other gradients is used
         "models": []
         if unused_models & used_models
-        else sorted({name for _, name in unused_models})[:MAX_NAMES],
+        else sorted({name for _, name in unused_models})[:_MAX_NAMES],
         "shapes": [list(shape) for shape in shapes],
         # the number of the shape, negative if unused
         "order": [

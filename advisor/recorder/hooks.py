@@ -766,7 +766,7 @@ def _get_compile_check() -> Callable[[], bool]:
     return is_traced
 
 
-MAX_NODES = 4096
+_MAX_NODES = 4096
 """Maximum number of graph nodes to search for a leaf."""
 
 
@@ -842,7 +842,7 @@ def _find_leaf(outputs: Any) -> Any:
     todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set(todo)
     any_leaf = None
-    while todo and len(seen) < MAX_NODES:
+    while todo and len(seen) < _MAX_NODES:
         node = todo.pop()
         variable = getattr(node, "variable", None)
         if variable is not None:

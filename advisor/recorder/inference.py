@@ -24,12 +24,12 @@ from advisor.recorder.tape import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZER
 
 MIN_LOOP_STEPS = 3
 """Minimum number of steps in a loop: a model called once or twice is only a trial."""
-MAX_PARTS = 1024
+_MAX_PARTS = 1024
 """Maximum number of forwards kept while it is unknown which step they belong to."""
 MIN_LOOP_FORWARDS = 64
 """Minimum number of forwards since a fetch in a loop that fetches nothing (``x =
 next(iter(loader))`` before it)."""
-MIN_FORWARD_RATIO = 4
+_MIN_FORWARD_RATIO = 4
 """Minimum ratio of these forwards to the forwards of an earlier step."""
 MAX_CYCLE = 512
 """Maximum number of calls in a repeated cycle of modules without parameters."""
@@ -324,7 +324,7 @@ class InferenceStepFinder:
         self._cut_part(now, module, forwards)
         if self._outside_loader:
             self._end_turn(self._parts[-1])
-        elif len(self._parts) >= max(MIN_LOOP_FORWARDS, MIN_FORWARD_RATIO * self._max_parts):
+        elif len(self._parts) >= max(MIN_LOOP_FORWARDS, _MIN_FORWARD_RATIO * self._max_parts):
             self._split_into_turns()
 
     def _cut_part(self, now: int, module: int, forwards: int) -> None:
@@ -334,7 +334,7 @@ class InferenceStepFinder:
         self._begin_ns = now
         if self._outside_loader:
             self._clock.enter_between_steps()
-        if len(self._parts) > MAX_PARTS:
+        if len(self._parts) > _MAX_PARTS:
             del self._parts[0]
             self._drop_marks()
 
@@ -344,7 +344,7 @@ class InferenceStepFinder:
         turns[module] = turns.get(module, 0) + 1
         if self._primary is None or (module != self._primary and turns[module] > 1):
             self._primary = module
-        if len(turns) > MAX_PARTS:
+        if len(turns) > _MAX_PARTS:
             turns.clear()
         if module == self._primary:
             turns.clear()

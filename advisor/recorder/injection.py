@@ -105,7 +105,7 @@ def _end_process_after(limit: int) -> None:
 
 NOTES: Final = "ADVISOR_NOTES"
 """Variable with the folder for notes, which has one file per process."""
-MAX_FILES, MAX_BYTES = 10_000, 64_000
+_MAX_FILES, _MAX_BYTES = 10_000, 64_000
 """Maximum number of notes to read, and bytes of each: a program may start many processes."""
 
 _PYTHON = re.compile(r"(python|pypy)[\d.]*(\.exe)?", re.IGNORECASE)
@@ -264,13 +264,13 @@ def _read_notes(folder: Path) -> list[str]:
     if folder == Path():
         return lines
     try:
-        files = sorted(folder.glob("[!.]*"))[:MAX_FILES]
+        files = sorted(folder.glob("[!.]*"))[:_MAX_FILES]
     except OSError:
         return lines
     for note in files:
         try:
             with note.open("rb") as file:
-                lines += file.read(MAX_BYTES).decode("utf-8", "replace").splitlines()
+                lines += file.read(_MAX_BYTES).decode("utf-8", "replace").splitlines()
         except OSError:
             continue
     return [line.rstrip(".") if line.startswith("problem ") else line for line in lines]

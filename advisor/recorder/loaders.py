@@ -145,7 +145,7 @@ def epoch_length(loader: Any) -> int | None:
 
 MAX_TENSORS = 64
 MAX_DEPTH = 4
-MAX_KINDS = 256
+_MAX_KINDS = 256
 """Maximum number of distinct sets of shapes. Later ones are recorded without shapes."""
 PADDING_EVERY = 10
 """Interval, in batches, at which masks are examined."""
@@ -206,7 +206,7 @@ class Batches:
         first = tensors[0][0]
         samples = int(first[0]) if len(first) else None
         kind = None
-        if len(self._kinds) < MAX_KINDS:
+        if len(self._kinds) < _MAX_KINDS:
             kind = len(self._kinds)
             self._write_event(
                 kind,

@@ -24,7 +24,7 @@ CLOCK_TRIES = 5
 """Number of readings of both clocks."""
 MAX_PATH = 300
 """Maximum length of a module's path."""
-MAX_NAMES = 2_000
+_MAX_NAMES = 2_000
 """Maximum number of names that are written: a line of the run directory is limited."""
 
 
@@ -79,7 +79,7 @@ class CallLog:
                 calls.append([len(open_calls), time - perf_ns, -1, caller, forward, module])
                 open_calls.append((calls[-1], path))
                 if kind not in names:
-                    left = MAX_NAMES - sum(map(len, names.values()))
+                    left = _MAX_NAMES - sum(map(len, names.values()))
                     names[kind] = _names_in_forward(kind)[:left] if left > 0 else []
             elif open_calls:
                 call, _ = open_calls.pop()

@@ -18,8 +18,8 @@ from advisor.recorder.watchers import is_intercepted
 
 CALLS_BEFORE = 3
 """Number of forwards of a model before its table is written: the first may create layers."""
-MAX_MODELS = 8
-MAX_MODULES, MAX_ENTRIES = 20_000, 1_000
+_MAX_MODELS = 8
+_MAX_MODULES, MAX_ENTRIES = 20_000, 1_000
 """Maximum number of modules examined in a model, and of entries in its table."""
 MAX_DIMENSIONS = 8
 READ_INSTRUCTIONS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -41,7 +41,7 @@ class ModuleLines:
         """Count an outermost forward that begins, and describe the module at its third one."""
         key = id(module)
         calls = self._call_counts.get(key, 0)
-        if calls >= CALLS_BEFORE or (not calls and len(self._call_counts) >= MAX_MODELS):
+        if calls >= CALLS_BEFORE or (not calls and len(self._call_counts) >= _MAX_MODELS):
             return
         import torch
 
@@ -61,7 +61,7 @@ def describe_modules(model: Any, paths: dict[int, str] | None = None) -> list[li
     entries: dict[tuple[Any, ...], list[Any]] = {}
     modules_by_name = {"": model}
     frames: dict[tuple[type, str], str] = {}
-    for name, module in islice(model.named_modules(), MAX_MODULES):
+    for name, module in islice(model.named_modules(), _MAX_MODULES):
         modules_by_name[name] = module
         if paths is not None:
             paths.setdefault(id(module), f"{type(model).__name__}.{name}".rstrip("."))

@@ -16,7 +16,7 @@ from advisor.recorder.watchers import is_intercepted
 
 EVERY = 5
 """Interval, in outermost forwards, at which their inputs are examined."""
-MAX_SAMPLES = 256
+_MAX_SAMPLES = 256
 """Maximum number of forwards, and of losses, examined per run."""
 MAX_IDS = 1 << 20
 """Maximum size of a matrix of ids to examine, elements: about 1 ms."""
@@ -39,7 +39,7 @@ MAX_UPLOADS = 8
 """Maximum number of uploads examined per forward."""
 MIN_VALUES = 3
 """Minimum of the largest id: masks and segment numbers are smaller."""
-MAX_MODELS = 64
+_MAX_MODELS = 64
 MIN_SORTED_ROWS = 4
 """Minimum number of rows whose order of length is no coincidence."""
 IGNORED = -100
@@ -68,7 +68,7 @@ class TokenPadding:
     @property
     def is_due(self) -> bool:
         """Whether the next forward is examined."""
-        return self._forwards % EVERY == 0 and self._samples < MAX_SAMPLES
+        return self._forwards % EVERY == 0 and self._samples < _MAX_SAMPLES
 
     def on_upload(self, tensor: Any) -> None:
         """Examine a CPU tensor that is being copied to a device, if the next forward is due."""
@@ -118,7 +118,11 @@ class TokenPadding:
         scores: Any = given.get("input")
         labels: Any = given.get("target")
         ignored = given.get("ignore_index", IGNORED)
-        if self._losses >= MAX_SAMPLES or labels is self._last_labels() or type(ignored) is not int:
+        if (
+            self._losses >= _MAX_SAMPLES
+            or labels is self._last_labels()
+            or type(ignored) is not int
+        ):
             return
         import torch
 
@@ -185,7 +189,7 @@ class TokenPadding:
 
     def _vocabulary_size(self, module: Any) -> int:
         size = self._vocabularies.get(id(module))
-        if size is None and len(self._vocabularies) < MAX_MODELS:
+        if size is None and len(self._vocabularies) < _MAX_MODELS:
             from torch.nn import Embedding
 
             sizes = [m.num_embeddings for m in module.modules() if isinstance(m, Embedding)]

@@ -27,7 +27,7 @@ SAMPLE_FORWARDS = 12
 """Number of consecutive outermost forwards in a sample."""
 SAMPLE_INTERVAL = 60
 """Number of forwards from the begin of a sample to the begin of the next."""
-MAX_SAMPLES = 64
+_MAX_SAMPLES = 64
 """Maximum number of samples per run."""
 BLOCK_BYTES, MAX_BLOCKS = 4_096, 16
 """Size of a block of values to compare, bytes, and maximum number of blocks per tensor."""
@@ -79,7 +79,7 @@ class RepeatedInputs:
         self._forwards += 1
         if at == SAMPLE_FORWARDS:
             self._write_sample()
-        if at >= SAMPLE_FORWARDS or number >= MAX_SAMPLES:
+        if at >= SAMPLE_FORWARDS or number >= _MAX_SAMPLES:
             return
         forward = _unless_intercepted(lambda: self._describe_forward(module, args, kwargs))
         if forward is not None:

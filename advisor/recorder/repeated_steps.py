@@ -15,13 +15,13 @@ from advisor.recorder import tape
 from advisor.recorder.steps import RecordedStep, StepFinder, StepSegment
 from advisor.recorder.tape import DATA, MAX_PHASES, Clock
 
-MAX_STEPS = 128
+_MAX_STEPS = 128
 """Maximum number of steps read at once. This takes about half a millisecond, during which the
 training thread may wait for the interpreter."""
 MAX_STATES = 16
 MAX_PATTERNS = 4
 """Maximum number of patterns kept per state."""
-MAX_ENTRIES = 512
+_MAX_ENTRIES = 512
 """Maximum number of entries of a pattern, and of entries read at once."""
 
 LEAVING_CODES = tape.FORWARDED | {tape.LEAVE, tape.FETCHED, tape.BACKWARD_END, tape.OPTIMIZER_END}
@@ -109,7 +109,7 @@ class StepMatcher:
         self._start, self._state, self._counts = entry, state, dict(self._steps.event_counts)
         if start < 1 or state is None or state != previous_state or result is None:
             return
-        if entry - start > MAX_ENTRIES:
+        if entry - start > _MAX_ENTRIES:
             return
         pattern = self._make_pattern(
             codes[start:entry], values[start:entry], values[start - 1], *result
@@ -131,7 +131,7 @@ class StepMatcher:
         for pattern in self._patterns.get(state, ()):
             pattern_codes = pattern.codes
             size = len(pattern_codes)
-            max_steps = max(1, min(MAX_STEPS, MAX_ENTRIES // size))
+            max_steps = max(1, min(_MAX_STEPS, _MAX_ENTRIES // size))
             end, limit = entry, min(len(codes), entry + max_steps * size)
             while end + size <= limit and codes[end : end + size] == pattern_codes:
                 end += size

@@ -78,10 +78,10 @@ log = logging.getLogger("advisor")
 _T = TypeVar("_T")
 
 
-MAX_MESSAGE = 500
+_MAX_MESSAGE = 500
 MIN_FORWARDS = 10
 """Minimum number of forwards since the last backward or update in a loop that does not train."""
-MIN_FORWARD_RATIO = 2
+_MIN_FORWARD_RATIO = 2
 """Minimum ratio of those forwards to all backwards and updates."""
 MIN_TRAINING_STEPS = 10
 """Number of training steps from which the process counts as training, whatever follows."""
@@ -587,7 +587,7 @@ class RecordingSession(Listener):
         update, if the training before them was short: a trial, a warm-up or a validation."""
         steps, windows = self.steps, self.windows
         passes = steps.event_counts["backwards"] + steps.event_counts["optimized"]
-        if forwards < max(MIN_FORWARDS, MIN_FORWARD_RATIO * passes):
+        if forwards < max(MIN_FORWARDS, _MIN_FORWARD_RATIO * passes):
             return
         is_short = steps.count < MIN_TRAINING_STEPS and windows.first_due and not steps.explicit
         if not is_short or self._searches >= MAX_SEARCHES:
@@ -632,7 +632,7 @@ class RecordingSession(Listener):
             interrupted = isinstance(error, KeyboardInterrupt)
             end["reason"] = "interrupted" if interrupted else "exception"
             end["exception"] = type(error).__name__
-            end["message"] = clean_value(str(error))[:MAX_MESSAGE]
+            end["message"] = clean_value(str(error))[:_MAX_MESSAGE]
         self.write_event("end", end)
 
     def _log_boundary(self, code: int) -> None:

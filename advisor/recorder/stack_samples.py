@@ -48,11 +48,11 @@ _GOLDEN_RATIO = 0.6180339887498949
 MAX_WEIGHT = 50
 """Maximum number of intervals that one sample counts for."""
 MAX_WAKES = 2 * MAX_SAMPLES
-MAX_DEPTH = 100
+_MAX_DEPTH = 100
 """Maximum number of frames in a sample; the innermost ones are kept."""
 MAX_STACKS = 400
 """Maximum number of different stacks written together; the most frequent ones are kept."""
-MAX_NAME = 300
+_MAX_NAME = 300
 MIN_TESTED_SHARE, MAX_TESTS = 0.1, 8
 """Minimum share of the samples in a function that is searched for tests ``x in items``, and maximum
 number of tests that are written for it."""
@@ -124,7 +124,7 @@ class StackSampler(BackgroundThread):
         frame = sys._current_frames().get(self._get_thread())
         stack: list[tuple[CodeType, int]] = []
         called = ""
-        while frame is not None and len(stack) < MAX_DEPTH:
+        while frame is not None and len(stack) < _MAX_DEPTH:
             if is_own(frame.f_code):
                 if stack and stack[-1][0].co_filename == threading.__file__:
                     return 0  # the recorder waits for one of its own threads to start
@@ -145,7 +145,7 @@ class StackSampler(BackgroundThread):
         instruction = frame.f_code, frame.f_lasti, in_c
         name = self._calls.get(instruction)
         if name is None:
-            name = called_function(frame)[:MAX_NAME] or (operator_function(frame) if in_c else "")
+            name = called_function(frame)[:_MAX_NAME] or (operator_function(frame) if in_c else "")
             self._calls[instruction] = name
         return name
 
@@ -193,7 +193,7 @@ def frame_text(code: CodeType, line: int) -> str:
     function = code.co_qualname.replace(".<locals>", "")
     for part in _PARTS_OF_FUNCTIONS:
         function = function.replace(f".{part}", "").replace(part, "<module>")
-    return f"{without_search_path(code.co_filename)}({line}): {function}"[:MAX_NAME]
+    return f"{without_search_path(code.co_filename)}({line}): {function}"[:_MAX_NAME]
 
 
 def is_own(code: CodeType) -> bool:

@@ -43,14 +43,14 @@ MAX_UPDATES = 4096
 """Maximum number of optimizer steps examined in a segment, which may have any number of them."""
 MAX_EARLY_PARTS = 80
 """Maximum number of first steps to regroup when another optimizer turns out to step less often."""
-MAX_PERIOD = 32
+_MAX_PERIOD = 32
 """Maximum number of steps of another optimizer within one step; with more, they are the steps."""
 MAX_EVENTS = 65_536
 """Maximum number of CUDA events kept per segment; a longer segment is not a step."""
-MIN_EQUAL_STEPS = 2
+_MIN_EQUAL_STEPS = 2
 """Minimum number of consecutive steps with the same number of forwards without gradients before
 training, from which these forwards are part of a step. Validation comes after many steps."""
-MAX_PERIODS = 4
+_MAX_PERIODS = 4
 """Multiple of its usual interval after which the optimizer that ended steps is considered gone."""
 
 
@@ -332,18 +332,18 @@ class StepFinder:
         if self._primary is None:
             self._primary = optimizer
         if optimizer == self._primary:
-            self._period = min(MAX_PERIOD, max([self._period, *other_steps.values()]))
+            self._period = min(_MAX_PERIOD, max([self._period, *other_steps.values()]))
             other_steps.clear()
             for other in steps_since:
-                steps_since[other] = min(MAX_PERIOD, steps_since[other]) + 1
+                steps_since[other] = min(_MAX_PERIOD, steps_since[other]) + 1
             return False
-        if len(steps_since) > MAX_PERIOD:  # a new one for each step
+        if len(steps_since) > _MAX_PERIOD:  # a new one for each step
             steps_since.clear()
             other_steps.clear()
         other_steps[optimizer] = other_steps.get(optimizer, 0) + 1
         interval, steps_since[optimizer] = steps_since.get(optimizer, 0), 0
-        is_gone = other_steps[optimizer] > (1 if self._period == 1 else MAX_PERIODS * self._period)
-        is_rarer = 1 < interval <= MAX_PERIOD
+        is_gone = other_steps[optimizer] > (1 if self._period == 1 else _MAX_PERIODS * self._period)
+        is_rarer = 1 < interval <= _MAX_PERIOD
         if not is_rarer and not is_gone:
             return False
         self._primary, self._period = optimizer, interval if is_rarer else 1
@@ -509,7 +509,7 @@ class StepFinder:
                 self._pre_forwards,
                 self._old_pre_forwards,
                 self._target_forwards,
-                self._same_count >= MIN_EQUAL_STEPS,
+                self._same_count >= _MIN_EQUAL_STEPS,
             ),
         )
 
@@ -538,7 +538,7 @@ class StepFinder:
         number, self._pre_forwards = self._pre_forwards, 0
         self._same_count = self._same_count + 1 if number == self._old_pre_forwards else 0
         self._old_pre_forwards = number
-        if self._same_count >= MIN_EQUAL_STEPS:
+        if self._same_count >= _MIN_EQUAL_STEPS:
             self._target_forwards = number
         self._complete_step(now)
         self.open = True

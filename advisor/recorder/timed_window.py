@@ -27,7 +27,7 @@ WAIT_SECONDS = 8.0
 """Time without any training or inference activity before the window opens, s."""
 WINDOW_SECONDS = 1.5
 """Duration of the window, s."""
-RETRY_SECONDS, MAX_TRIES = 0.1, 300
+RETRY_SECONDS, _MAX_TRIES = 0.1, 300
 """Interval, s, and maximum number of requests to the main thread, which may be in torch's code."""
 LATE_SECONDS = 1.0
 """Delay of a callback, s, after which it does nothing: the main thread was waiting."""
@@ -103,7 +103,7 @@ class TimedWindow(BackgroundThread):
     def _call_in_main(self, action: Callable[[], None], is_done: Callable[[], bool]) -> bool:
         """Have the main thread call ``action`` until ``is_done``. Return whether it is done."""
         _Request.answered.set()
-        for _ in range(MAX_TRIES):
+        for _ in range(_MAX_TRIES):
             if _Request.answered.is_set():
                 if is_done():
                     break

@@ -262,7 +262,7 @@ class AllocatorStats:
 
 
 log = logging.getLogger("advisor")
-MAX_MESSAGE = 2000
+_MAX_MESSAGE = 2000
 MAX_ENTRIES = 1_000_000
 """Maximum number of events in the allocator's history: some GB of host memory."""
 
@@ -322,7 +322,7 @@ class OutOfMemoryHook:
         allocated, reserved = _allocator_bytes()
         self._write_event(
             {
-                "message": str(error)[:MAX_MESSAGE],
+                "message": str(error)[:_MAX_MESSAGE],
                 "snapshot": self._snapshot or self._write_snapshot(),
                 "allocated": allocated,
                 "reserved": reserved,

@@ -54,7 +54,7 @@ GUARD_NS = 20_000_000
 """Minimum total slowdown of the profiled steps, ns: five short steps need no stop."""
 COUNTED_FROM = 1
 """First step in which page faults may be counted: the one before sets up caches and optimizers."""
-MIN_FAULTS, MIN_FAULT_SHARE = 1_000, 0.08
+MIN_FAULTS, _MIN_FAULT_SHARE = 1_000, 0.08
 """Minimum number of page faults in a step, and share of its time, at which the first window waits:
 it can end them, so enough steps before it must show how long the program's own steps are."""
 MORE_STEPS = 20
@@ -380,7 +380,7 @@ class Windows:
         now, steps = read_memory_counters(), max(1, number - self._counted_from)
         faults = 0 if now is None else now.minor_faults - before.minor_faults
         usual = min(dur, median(self._unprofiled or [dur]))  # a long step does not count
-        return faults >= max(MIN_FAULTS, MIN_FAULT_SHARE * usual / FAULT_NS) * steps
+        return faults >= max(MIN_FAULTS, _MIN_FAULT_SHARE * usual / FAULT_NS) * steps
 
     def _open_if_due(self, number: int) -> None:
         options = self._options

@@ -1,4 +1,4 @@
-"""Markup built from tags. Their content is escaped, cleaned, and cut at ``MAX_TEXT``."""
+"""Markup built from tags. Their content is escaped, cleaned, and cut at ``_MAX_TEXT``."""
 
 from html import escape
 from typing import Final
@@ -7,7 +7,7 @@ from advisor.core import charts, labels
 from advisor.core.charts import Segment
 from advisor.render.document import Inline, Span, spans
 
-MAX_TEXT: Final = 2000
+_MAX_TEXT: Final = 2000
 """Maximum length of a text on a page, characters. A longer one is cut in its middle."""
 
 
@@ -19,7 +19,7 @@ class Markup(str):
 
 def esc(text: object, *, lines: bool = False) -> str:
     """Escape text for HTML and SVG, in elements and in quoted attributes."""
-    return escape(labels.shorten(labels.clean(text, lines=lines), MAX_TEXT), quote=True)
+    return escape(labels.shorten(labels.clean(text, lines=lines), _MAX_TEXT), quote=True)
 
 
 def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Markup:

@@ -42,7 +42,7 @@ from advisor.replay.selection import (
     waits_on_host,
 )
 
-MAX_LATENCY_NS = 10_000
+_MAX_LATENCY_NS = 10_000
 """Maximum start latency before a piece of work on its stream, ns: it is removed with the work (1 to
 17 µs in public traces)."""
 LAUNCH_CAUSES = (
@@ -154,7 +154,7 @@ def _sum_latency(a: Analysis, mask: Bools) -> float:
     gpu = a.trace.gpu.with_columns(chosen=pl.Series(mask)).sort("device", "stream", "ts")
     ended = (pl.col("ts") + pl.col("dur")).cum_max().shift(1).over("device", "stream")
     gap = gpu.select(
-        "chosen", gap=(pl.col("ts") - ended).fill_null(MAX_LATENCY_NS).clip(0, MAX_LATENCY_NS)
+        "chosen", gap=(pl.col("ts") - ended).fill_null(_MAX_LATENCY_NS).clip(0, _MAX_LATENCY_NS)
     )
     return float(gap.filter("chosen")["gap"].sum())
 

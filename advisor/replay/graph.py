@@ -33,7 +33,7 @@ CALL_NS = 5_000.0
 SYNC_RETURN_NS = 8_000.0
 REACH_NS = 15_000
 """Maximum event and scheduling latency of a start after another stream's work, ns."""
-MAX_LATENCY_NS, MAX_STAGING_NS = 50_000, 2_000_000
+_MAX_LATENCY_NS, MAX_STAGING_NS = 50_000, 2_000_000
 """Maximum latencies, ns; measured idle: 1 to 17 µs for kernels, 55 to 260 µs for staged copies."""
 BUSY_NS = 2_000
 """Minimum idle time of a device before a launch call for it to count as idle, ns."""
@@ -81,7 +81,7 @@ def measure_latencies(work: DeviceWork) -> Latencies:
     # a longer delay is not a latency but a wait, such as for another stream's event; copies from
     # pageable memory are staged first, and their call is not counted
     staged = (work.kind == 1) & (work.launch_overhead == 0)
-    idle &= (work.ts > work.launch_ts) & (delay < np.where(staged, MAX_STAGING_NS, MAX_LATENCY_NS))
+    idle &= (work.ts > work.launch_ts) & (delay < np.where(staged, MAX_STAGING_NS, _MAX_LATENCY_NS))
     queued = has_launch & (ready + QUEUED_NS < ended)
     gap = work.ts - ended
     queued &= np.abs(gap) < REACH_NS

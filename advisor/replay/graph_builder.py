@@ -30,17 +30,17 @@ from advisor.replay.host_nodes import (
 )
 from advisor.replay.sync_edges import add_sync_edges
 
-MAX_NODES = 30_000
+_MAX_NODES = 30_000
 """Maximum number of nodes of one replay, which takes about 15 ms. Longer recordings are represented
 by consecutive steps in their middle."""
 
 
 def representative_steps(a: Analysis) -> tuple[int, int]:
     """Return the run of steps to replay: its first row of the steps table and one after its last.
-    It is the longest run of used steps, or its middle beyond ``MAX_NODES`` nodes, at least three if
-    there are three. If every n-th step is long, it has whole cycles. If long steps leave no three
-    others in a row, they belong to the loop, and are replayed as well. Without a device no step
-    runs into the next, so that one or two are enough."""
+    It is the longest run of used steps, or its middle beyond ``_MAX_NODES`` nodes, at least three
+    if there are three. If every n-th step is long, it has whole cycles. If long steps leave no
+    three others in a row, they belong to the loop, and are replayed as well. Without a device no
+    step runs into the next, so that one or two are enough."""
     used = a.steps.table["used"].to_numpy()
     group = _longest_run(used)
     if 0 < len(group) < 3 and a.device_id is not None:
@@ -50,8 +50,8 @@ def representative_steps(a: Analysis) -> tuple[int, int]:
         return 0, 0
     first, last = int(group[0]), int(group[-1]) + 1
     work = 2.2 * a.trace.gpu.height * (last - first) / max(1, len(used))
-    if work > MAX_NODES and last - first > 3:
-        keep = max(3, int((last - first) * MAX_NODES / work))
+    if work > _MAX_NODES and last - first > 3:
+        keep = max(3, int((last - first) * _MAX_NODES / work))
         first += (last - first - keep) // 2
         last = first + keep
     return last - (last - first) // (cycle := _cycle_steps(a, first, last)) * cycle, last

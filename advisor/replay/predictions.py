@@ -286,7 +286,7 @@ MIN_ERRORS = round(COVERAGE / (1 - COVERAGE))
 """Minimum number of errors for ``COVERAGE``: with fewer, even the largest may be too small."""
 OF_THE_STEP = ("batch",)
 """Kinds whose errors are of the step, not of the gain."""
-MIN_SHARE = 0.01
+_MIN_SHARE = 0.01
 """Share of the step, in both directions, by which two runs of one program differ."""
 OTHERS = "others"
 """Name for all kinds of fault together, used for those without a range."""
@@ -343,7 +343,7 @@ def widened_by_kind(
     """Return a range (``low`` to ``high``, from the edits' assumptions) widened by past errors of
     these kinds. All ns per step."""
     kinds, past = {edit_kind(edit) for edit in edits}, shipped_experiments()
-    floor = MIN_SHARE * step_ns
+    floor = _MIN_SHARE * step_ns
     of_step = kinds & set(OF_THE_STEP)
     if of_step:
         remaining_ns = step_ns - gain

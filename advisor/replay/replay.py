@@ -17,7 +17,7 @@ from advisor.replay.graph import MAX_BATCH_RATIO, NEVER, EdgeKind, Graph, NodeKi
 
 MIN_STEADY = 3
 """Minimum number of steps of a window that is replayed again from its final state."""
-MAX_PASSES = 6
+_MAX_PASSES = 6
 MAX_STEADY_CHANGE = 0.003
 """Maximum change of the period between passes, as a share, at which it is steady."""
 
@@ -173,9 +173,9 @@ def steady_period(
     returns the same two times."""
     end, host = ended
     period, ahead = np.inf, end - host
-    for index in range(MAX_PASSES):
+    for index in range(_MAX_PASSES):
         # the host keeps falling behind: begin with an idle device and see how far ahead it gets
-        idle = index == MAX_PASSES // 2
+        idle = index == _MAX_PASSES // 2
         last_end, last_host, last_period, last_ahead = end, host, period, ahead
         end, host = replay_again(idle)
         period = (last_host + end - last_end) / steps

@@ -453,9 +453,9 @@ class Selection:
         return start, start + cpu["dur"].to_numpy()[result]
 
 
-MAX_COMPARED = 3_000
+_MAX_COMPARED = 3_000
 """Maximum number of names compared with the pattern, most time first."""
-MAX_WORDS = 8
+_MAX_WORDS = 8
 MAX_WORD = 60
 """Maximum number of compared characters of a word."""
 
@@ -601,7 +601,7 @@ def _sum_families(a: Analysis) -> dict[str, float]:
 
 def _sort_names(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
     """Return the names sorted by their mean similarity to the pattern's words."""
-    wanted = [word.lower()[:MAX_WORD] for word in re.findall(r"\w+", pattern)][:MAX_WORDS]
+    wanted = [word.lower()[:MAX_WORD] for word in re.findall(r"\w+", pattern)][:_MAX_WORDS]
     names = sorted(weights, key=lambda name: (-weights[name], name))
 
     @cache
@@ -617,5 +617,5 @@ def _sort_names(weights: dict[str, float], pattern: str) -> tuple[str, ...]:
 
     if not wanted:
         return tuple(names)
-    compared = sorted(names[:MAX_COMPARED], key=lambda name: -round(score(name), 2))
-    return (*compared, *names[MAX_COMPARED:])
+    compared = sorted(names[:_MAX_COMPARED], key=lambda name: -round(score(name), 2))
+    return (*compared, *names[_MAX_COMPARED:])

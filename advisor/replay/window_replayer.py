@@ -52,7 +52,7 @@ MIN_HOST_SHARE_LEFT = 0.3
 MAX_OWN_LAUNCHES, MIN_SILENT = 0.10, 0.50
 """Maximum share of the launches, and minimum share of the steps without recorded work, at which the
 thread of the steps only waits for launching threads."""
-MIN_LAUNCHES = 10
+_MIN_LAUNCHES = 10
 """Minimum number of launches that show which threads launch."""
 NOTHING_RECORDED = ("unknown", "unrecorded")
 
@@ -532,7 +532,7 @@ class WindowReplayer:
         not."""
         a, main = self.a, self.a.trace.main_thread
         launch = a.trace.gpu["launch"].filter(pl.Series(a.in_window)).drop_nulls()
-        if main is None or len(launch) < MIN_LAUNCHES:
+        if main is None or len(launch) < _MIN_LAUNCHES:
             return ""
         share = float((a.trace.cpu["thread"].gather(launch) == main).mean() or 0)  # type: ignore[arg-type]
         idle = a.host.filter(

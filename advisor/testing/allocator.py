@@ -16,7 +16,7 @@ from typing import Any
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ROUND, SMALL, SMALL_BUFFER = 512, MIB, 2 * MIB
-LARGE_BUFFER, MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
+LARGE_BUFFER, _MIN_LARGE, ROUND_LARGE = 20 * MIB, 10 * MIB, 2 * MIB
 TORCH = "/opt/venv/lib/python3.12/site-packages/torch/"
 TRAIN, MODEL = "/home/ada/project/train.py", "/home/ada/project/model.py"
 
@@ -193,7 +193,7 @@ class FakeAllocator:
 
     def _add_segment(self, size: int, stream: int, large: bool, pool: tuple[int, int]) -> bool:
         segment_size = SMALL_BUFFER if not large else LARGE_BUFFER
-        if size >= MIN_LARGE:
+        if size >= _MIN_LARGE:
             segment_size = -(-size // ROUND_LARGE) * ROUND_LARGE
         if segment_size > self._driver_free():
             return False

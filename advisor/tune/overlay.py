@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-MAX_COPIED = 1 << 30
+_MAX_COPIED = 1 << 30
 """Maximum size of a file that may be changed in place, bytes."""
 _CHANGES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -86,7 +86,7 @@ class Overlay:
             self._mkdir(folder, 0o700)
 
     def _copy_file(self, plain: str, redirected: str) -> None:
-        if self._os["stat"](plain).st_size > MAX_COPIED:
+        if self._os["stat"](plain).st_size > _MAX_COPIED:
             self.refuse(plain, "change in place, but it is too large to copy")
         source, target = self._os["open"](plain, os.O_RDONLY), None
         try:
@@ -278,7 +278,7 @@ class Overlay:
             mode = args[position + 1] if len(args) > position + 1 else kwargs.get("mode")
             plain = _absolute_path(target)
             is_large = plain is not None and self._exists(plain) and (
-                self._os["stat"](plain).st_size > MAX_COPIED
+                self._os["stat"](plain).st_size > _MAX_COPIED
             )  # fmt: skip
             is_read = (name == "__init__" and mode in (None, "r")) or is_large
             path = str(self.read_path(target) if is_read else find(target))

@@ -41,7 +41,7 @@ GRACE_SECONDS = 5.0
 """Seconds from the result until the program's remaining processes are ended."""
 MAX_OUTPUT_BYTES = 4000
 """Maximum bytes of output that are searched for the error of a failed program."""
-MAX_SHOWN_LINES = 12
+_MAX_SHOWN_LINES = 12
 """Maximum number of lines of output that are shown."""
 BEGIN = "ADVISOR_BEGIN"
 POLL_SECONDS = 0.01
@@ -247,7 +247,7 @@ class RunningTrial:
             if process.returncode == 0 and not self.late and not error:
                 result.problem = ""
         if result.problem or not result.steps_ns:
-            result.output = "\n".join(clean(line)[:200] for line in lines[-MAX_SHOWN_LINES:])
+            result.output = "\n".join(clean(line)[:200] for line in lines[-_MAX_SHOWN_LINES:])
         return result
 
 

@@ -28,8 +28,8 @@ MAX_KNOWN_INTERVAL = 0.02
 """Half interval, as a share of the step, at which a gain is known."""
 MAX_KNOWN_SHARE = 0.1
 """Half interval, as a share of the gain itself, at which a gain is known."""
-MIN_PASSES, MAX_PASSES = 2, 6
-MIN_FREED_SHARE = 0.05
+MIN_PASSES, _MAX_PASSES = 2, 6
+_MIN_FREED_SHARE = 0.05
 """Smallest share of the peak that counts as freed: two runs of one program differ by less."""
 MIN_SHARE_BEHIND = 0.02
 """Share of the step by which a setting is certainly behind another of its knob, and dropped."""
@@ -107,7 +107,7 @@ class TrialSession:
 
     def _run_passes(self) -> None:
         active = list(self.report.trials)
-        for number in range(MAX_PASSES):
+        for number in range(_MAX_PASSES):
             queue: dict[KnobSettings, Trial] = {(trial.knob_setting,): trial for trial in active}
             if number % 2:
                 queue = dict(reversed(queue.items()))
@@ -259,7 +259,7 @@ class TrialSession:
         if not before or not after:
             return 0
         freed = min(before) - max(after)
-        return freed if freed > MIN_FREED_SHARE * min(before) else 0
+        return freed if freed > _MIN_FREED_SHARE * min(before) else 0
 
     def _needs_more_runs(self, trial: Trial, passes: int) -> bool:
         """Return whether another run of the knob would show more."""

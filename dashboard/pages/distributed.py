@@ -22,8 +22,8 @@ HEAT_MAPS = {
     "exposed": ("exposed", "Exposed communication"),
     "communication": ("communication", "All communication"),
 }
-MAX_RANKS = 64
-MIN_LISTED_SHARE = 0.01
+_MAX_RANKS = 64
+_MIN_LISTED_SHARE = 0.01
 """Share of all communication, or of all waiting, below which kinds of collectives are summed."""
 
 
@@ -124,7 +124,7 @@ def _communication_tiles(report: Report) -> Any:
 
 def _rank_card(view: PageView) -> Any:
     """Build the card with the report's table of ranks."""
-    rank_table = report_charts.build_rank_table(view.loaded.report, MAX_RANKS)
+    rank_table = report_charts.build_rank_table(view.loaded.report, _MAX_RANKS)
     if rank_table is None:
         return None
     rows = [
@@ -283,7 +283,7 @@ def _split_small(
 
     A single small row is listed."""
     large = pl.any_horizontal(
-        (size >= MIN_LISTED_SHARE * size.sum()) & (size > 0) for size in sizes
+        (size >= _MIN_LISTED_SHARE * size.sum()) & (size > 0) for size in sizes
     )
     with_size = kinds.with_columns(large=large)
     listed, rest = with_size.filter("large"), with_size.filter(~pl.col("large"))
@@ -366,7 +366,7 @@ def _collective_card(view: PageView) -> Any:
     if missing:
         notes = [f"Not recorded: {missing}.", notes[1]]
     if rest.height:
-        notes.append(f"Kinds below {t.format_share(MIN_LISTED_SHARE)} of the time are summed.")
+        notes.append(f"Kinds below {t.format_share(_MIN_LISTED_SHARE)} of the time are summed.")
     rank = view.rank if view.rank is not None else next(iter(view.loaded.analyses))
     return ui.card(
         "Collectives",

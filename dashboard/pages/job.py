@@ -23,7 +23,7 @@ RANKS_PER_STRIP = 128
 """Number of ranks in one strip of the map."""
 ROW_HEIGHT_PX = 18
 """Height of a class of time on the map, pixels."""
-MAX_LINES = 100
+_MAX_LINES = 100
 """Number of outliers, missing ranks, changes and so on that are listed."""
 MAP_ID, RANK_GRID_ID = "job-map", "job-ranks"
 
@@ -60,7 +60,7 @@ def layout(**query: object) -> Any:
     ranks = report.ranks
     return ui.page(
         ui.page_heading("Job", _lead_text(report)),
-        ui.banner([rank_charts.describe_missing(item) for item in ranks.missing[:MAX_LINES]]),
+        ui.banner([rank_charts.describe_missing(item) for item in ranks.missing[:_MAX_LINES]]),
         _job_tiles(ranks),
         _heat_map_card(ranks, entry),
         _outlier_card(ranks, entry),
@@ -202,7 +202,7 @@ def _outlier_card(ranks: Ranks, entry: OpenedPath) -> Any:
         return None
     row_by_rank = {str(row.rank): index for index, row in reversed(list(enumerate(ranks.lines)))}
     rows = []
-    for outlier in ranks.outliers[:MAX_LINES]:
+    for outlier in ranks.outliers[:_MAX_LINES]:
         name: Any = rank_charts.outlier_name(outlier)
         if outlier.unit == "rank" and outlier.name in row_by_rank:
             query = _rank_query(entry, row_by_rank[outlier.name], int(outlier.name))
@@ -287,11 +287,11 @@ def _change_cards(report: Report) -> list[Any]:
             ui.element("P", clean(finding.summary)),
             ui.element("P", clean(finding.fix)) if finding.fix else None,
         )
-        for finding in report.findings[:MAX_LINES]
+        for finding in report.findings[:_MAX_LINES]
     ]
     cases = [
         ui.element("Li", t.upper_first(change))
-        for change in rank_charts.other_changes(report)[:MAX_LINES]
+        for change in rank_charts.other_changes(report)[:_MAX_LINES]
     ]
     return [
         *([ui.card("What to change", *fixes)] if fixes else []),
@@ -333,7 +333,7 @@ def _not_compared_card(ranks: Ranks) -> Any:
     if not ranks.not_checked:
         return None
     lines = [(clean(name), clean(reason)) for name, reason in ranks.not_checked.items()]
-    return ui.card("Not compared", ui.fact_list(lines[:MAX_LINES]))
+    return ui.card("Not compared", ui.fact_list(lines[:_MAX_LINES]))
 
 
 def register(app: dash.Dash, session: DashboardSession) -> None:

@@ -30,9 +30,9 @@ from advisor.measure.host.op_tree import KERNEL, op_table, op_tree
 from advisor.measure.host.operators import list_attainable_rates, rooflines
 from advisor.render.documents import auxiliary_sections, layers
 
-MAX_ROWS = 2_000
+_MAX_ROWS = 2_000
 """Number of kernels in the grid. A remark below counts the others."""
-MAX_OPERATORS = 500
+_MAX_OPERATORS = 500
 
 
 def has_content(view: PageView) -> bool:
@@ -149,7 +149,7 @@ KERNEL_COLUMNS = (
 
 def kernel_rows(a: Analysis) -> list[dict[str, Any]]:
     """Build the rows of the grid of kernels."""
-    kernels = a.hot_kernels.head(MAX_ROWS).select(
+    kernels = a.hot_kernels.head(_MAX_ROWS).select(
         pl.col("name", "family").cast(pl.String),
         "roofline",
         count=pl.col("count") / a.step_count,
@@ -273,7 +273,7 @@ OPERATOR_COLUMNS = (
 def operator_rows(a: Analysis) -> list[dict[str, Any]]:
     """Build the rows of the grid of operators."""
     operators = (
-        op_table(a).head(MAX_OPERATORS).with_columns(pl.col("device", "host") / a.step_count)
+        op_table(a).head(_MAX_OPERATORS).with_columns(pl.col("device", "host") / a.step_count)
     )
     return grid_rows(OPERATOR_COLUMNS, operators.iter_rows(named=True))
 
@@ -334,7 +334,7 @@ def register(app: dash.Dash, session: DashboardSession) -> None:
 def _kernel_detail(view: PageView, row: int) -> Any:
     """Build the details of the kernel in a row: its full name, launch and longest instance."""
     a = view.analysis
-    if row >= min(a.hot_kernels.height, MAX_ROWS):
+    if row >= min(a.hot_kernels.height, _MAX_ROWS):
         return None
     name = a.hot_kernels["name"][row]
     instances = a.trace.gpu.filter(pl.Series(a.in_window)).filter(pl.col("name") == name)

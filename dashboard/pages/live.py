@@ -20,7 +20,7 @@ from advisor.dashboard.pages.overview import finding_line
 from advisor.measure.steps.run_steps import RunSteps
 from advisor.render.documents.monitor import throttle_reasons
 
-MAX_STEPS, MAX_SAMPLES = 400, 600
+_MAX_STEPS, _MAX_SAMPLES = 400, 600
 RECENT_STEPS = 50
 """Number of steps that the tiles and phases cover."""
 
@@ -111,12 +111,12 @@ def live_body(view: PageView, rank: int | None) -> list[Any]:
         links = [(str(n), view.href("/live", rank=n), n == chosen) for n in ranks[:64]]
         parts.append(ui.choice_links("Rank", links))
     parts.append(_metric_tiles(record))
-    recent = record.steps[-MAX_STEPS:]
+    recent = record.steps[-_MAX_STEPS:]
     shown_steps = RunSteps(RankRecord(rank=record.rank, steps=recent))
     parts.append(steps_card(shown_steps, f"the last {len(recent)}"))
     parts.append(_phase_card(record))
     parts.append(_finding_card(view))
-    parts += telemetry_cards(record, max_samples=MAX_SAMPLES)
+    parts += telemetry_cards(record, max_samples=_MAX_SAMPLES)
     return [part for part in parts if part is not None]
 
 
@@ -160,7 +160,7 @@ def _metric_tiles(record: RankRecord) -> Any:
 
 TOP_OVER_STEPS = 1.5
 """Top of the axis of step times, as a multiple of the longest step without the profiler."""
-MAX_NAMED_STEPS = 4
+_MAX_NAMED_STEPS = 4
 """Number of steps above that axis whose times the remark gives."""
 
 
@@ -219,9 +219,9 @@ def steps_card(run_steps: RunSteps, aside: str = "") -> Any:
     ]
     if above_axis:
         chart.update_yaxes(range=[0, top])
-    others = len(above_axis) - MAX_NAMED_STEPS
+    others = len(above_axis) - _MAX_NAMED_STEPS
     note = (
-        f"Above the axis: {'; '.join(above_axis[:MAX_NAMED_STEPS])}"
+        f"Above the axis: {'; '.join(above_axis[:_MAX_NAMED_STEPS])}"
         f"{f' and {others:,} more' if others > 0 else ''}. Double-click to show all."
         if above_axis
         else ""

@@ -30,7 +30,7 @@ TRANSPORTS: Final = {
 """Meaning of a transport or link, by a part of its name. The first match counts.
 
 Sources: NCCL, and the legend of ``nvidia-smi topo -m``."""
-MAX_RANKS: Final = 200
+_MAX_RANKS: Final = 200
 """Number of rows in a collective's table. Ranks that cause the problem come first."""
 
 
@@ -108,7 +108,7 @@ def _problem_card(view: PageView, problem: CollectiveProblem) -> Any:
                 is_last=rank not in calls_by_rank,
             ),
         ]
-        for rank in problem.ranks[:MAX_RANKS]
+        for rank in problem.ranks[:_MAX_RANKS]
     ]
     waiting = [rank for rank in problem.waiting if rank not in problem.ranks]
     if waiting:

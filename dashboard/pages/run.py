@@ -14,7 +14,7 @@ from advisor.dashboard.page_view import PageView
 from advisor.dashboard.pages.live import phases_card, steps_card, telemetry_cards
 from advisor.measure import Analysis
 
-MAX_LINES = 30
+_MAX_LINES = 30
 MAX_WARNINGS = 20
 
 
@@ -257,7 +257,7 @@ def _hot_line_card(view: PageView) -> Any:
             t.format_share(hot.native),
             t.format_share(hot.system),
         ]
-        for hot in hot_lines[:MAX_LINES]
+        for hot in hot_lines[:_MAX_LINES]
     ]
     return ui.card(
         "Hot Python lines",

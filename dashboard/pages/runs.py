@@ -26,9 +26,9 @@ OPTIONAL_COLUMNS = {"Commit": t.EMPTY_CELL, "Ranks": "1"}
 """Columns that are left out if every run has this value."""
 NUMBER_COLUMNS, NAME_COLUMNS = ("Step", "Change", "Steps", "Ranks"), ("Run", "Verdict and program")
 STEP_TIME_NOTE = "outside the profiler: the median, or the mean if steps vary"
-MAX_COMMAND, MAX_VERDICT = 60, 110
+_MAX_COMMAND, MAX_VERDICT = 60, 110
 """Lengths, characters. The first sentence of a verdict may be twice as long."""
-MAX_COLUMNS, MAX_FINDINGS = 7, 12
+_MAX_COLUMNS, _MAX_FINDINGS = 7, 12
 """Numbers of runs (the newest) and findings (the largest gains) in the table of findings."""
 
 
@@ -122,7 +122,7 @@ def _history_card(entries: list[OpenedPath]) -> Any:
 
 def _finding_card(entries: list[OpenedPath]) -> Any:
     """Build the card of gains by finding and run, oldest run first. Only read runs have gains."""
-    read_entries = [entry for entry in _runs_of_program(entries) if entry.verdict][:MAX_COLUMNS][
+    read_entries = [entry for entry in _runs_of_program(entries) if entry.verdict][:_MAX_COLUMNS][
         ::-1
     ]
     largest: dict[str, float] = {}
@@ -131,7 +131,7 @@ def _finding_card(entries: list[OpenedPath]) -> Any:
             largest[title] = max(gain.gain_ns or 0.0, largest.get(title, 0.0))
     if len(read_entries) < 2 or not largest:
         return None
-    titles = sorted(largest, key=lambda title: -largest[title])[:MAX_FINDINGS]
+    titles = sorted(largest, key=lambda title: -largest[title])[:_MAX_FINDINGS]
     names = labels.distinct_labels((entry.name for entry in read_entries), 20)
     rows = [
         [labels.clean(title), *(_format_gain(entry.gains.get(title)) for entry in read_entries)]
@@ -167,7 +167,7 @@ def _table_row(entries: list[OpenedPath], index: int) -> list[Any]:
         )
     if summary is None:
         return [name, *[t.EMPTY_CELL] * (len(COLUMN_TITLES) - 2), verdict]
-    command = labels.shorten(labels.clean(summary.command), MAX_COMMAND)
+    command = labels.shorten(labels.clean(summary.command), _MAX_COMMAND)
     started = t.EMPTY_CELL
     if 0 < summary.started_unix_ns < 4 << 60:
         started = f"{datetime.fromtimestamp(summary.started_unix_ns / 1e9):%Y-%m-%d %H:%M}"

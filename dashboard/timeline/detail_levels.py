@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 16
 """Number of slices that share one entry of ``TimelineIndex.longest_per_block``."""
-MAX_SLICES = 20_000
+_MAX_SLICES = 20_000
 """Number of slices in one answer. A view with more has wider cells."""
 
 
@@ -59,7 +59,7 @@ def select_visible(
     x1: int,
     px: int,
     flags: NDArray[np.uint8] | None = None,
-    max_slices: int = MAX_SLICES,
+    max_slices: int = _MAX_SLICES,
 ) -> VisibleSlices:
     """Select the slices and cells to draw for [x0, x1), ns, of the given lanes on ``px`` pixels.
 
@@ -231,7 +231,7 @@ SLICES_PER_CELL = 8
 A view in finer cells touches so few slices that it is computed from them directly."""
 MIN_CELLS_PER_LEVEL = 128
 """Number of cells that the coarsest level has, at least."""
-MAX_LEVEL = 62
+_MAX_LEVEL = 62
 
 
 class CellRuns(NamedTuple):
@@ -356,7 +356,7 @@ def stored_levels(slices: int, length: int) -> range:
     target_cells = max(slices // SLICES_PER_CELL, MIN_CELLS_PER_LEVEL)
     finest = max((length // target_cells).bit_length() - 1, 0)
     coarsest = max((length // MIN_CELLS_PER_LEVEL).bit_length() - 1, finest)
-    return range(finest, min(coarsest, MAX_LEVEL) + 1)
+    return range(finest, min(coarsest, _MAX_LEVEL) + 1)
 
 
 def build_pyramid(

@@ -36,7 +36,7 @@ from advisor.dashboard.timeline.index import TimelineIndex
 
 MAGIC = b"ATL1"
 HEADER = struct.Struct("<4s7I4d2I")
-MAX_WIDTH = 65535
+_MAX_WIDTH = 65535
 
 _SLICES = ("<f8", "<f8", "<u4", "<u4", "<u2", "u1", "u1")
 _RUNS = ("<u2", "<u4", "<u2", "u1", "u1")
@@ -93,7 +93,7 @@ def encode_view(
             (
                 runs.lane,
                 runs.cell - first_cell,
-                np.minimum(runs.width, MAX_WIDTH),
+                np.minimum(runs.width, _MAX_WIDTH),
                 base[runs.lane] + runs.slot,
                 runs.cover,
             ),
@@ -104,7 +104,7 @@ def encode_view(
             (
                 view.flagged.lane,
                 view.flagged.cell - first_cell,
-                np.minimum(view.flagged.width, MAX_WIDTH),
+                np.minimum(view.flagged.width, _MAX_WIDTH),
                 view.flagged.flags,
             ),
             _FLAGGED,

@@ -26,7 +26,7 @@ LaneSource = Literal["steps", "cpu", "gpu", "gaps", "sync", "activity", "recorde
 ``cpu``, ``gpu`` and ``sync`` are tables of the trace; ``steps`` and ``gaps`` of the analysis.
 ``activity``: rows of ``trace.cpu``, -1 for none. ``recorded``: steps of the record."""
 
-MAX_LANES = 4096
+_MAX_LANES = 4096
 """Limit of the number of lanes, for hostile files. ``notes`` counts the omitted ones."""
 
 
@@ -146,7 +146,7 @@ class IndexBuilder:
     ) -> None:
         """Add a group of lanes: (source, categories, start, end, name, slot, row) each."""
         parts = [part for part in parts if len(part[2])]
-        free_lanes = MAX_LANES - len(self.lanes)
+        free_lanes = _MAX_LANES - len(self.lanes)
         if len(parts) > free_lanes:
             self.notes.append(f"{label}: {len(parts) - free_lanes} lanes are not shown")
             parts = parts[: max(free_lanes, 0)]

@@ -116,7 +116,7 @@ def find_slice_starting(
     return None if best is None else locate_slice(index, best[1])
 
 
-MAX_PLACES = 20
+_MAX_PLACES = 20
 LABEL_LENGTH = 60
 """Length limit of a place's name, characters."""
 
@@ -128,7 +128,7 @@ def findings_by_key(report: Report) -> dict[str, Finding]:
 
 def summarize_finding(key: str, finding: Finding) -> dict[str, Any]:
     """Return a finding as JSON: title, rank, and places with ``ts`` and ``dur``, ns."""
-    places_with_time = [place for place in finding.where if place.ts_ns is not None][:MAX_PLACES]
+    places_with_time = [place for place in finding.where if place.ts_ns is not None][:_MAX_PLACES]
     labels = labels_by_name((place.kernel or place.op for place in places_with_time), LABEL_LENGTH)
     places = [
         {

@@ -33,7 +33,7 @@ from advisor.dashboard.timeline.state import RankTimeline, compared_offset
 
 NAMES_PER_PAGE = 4096
 """Number of names per page of the name table."""
-MAX_NAME_LENGTH = 300
+_MAX_NAME_LENGTH = 300
 """Length limit of a name in the table, characters. Details have the full name."""
 TABLE_ROWS = 100
 LINK_LABEL_LENGTH, ROW_LABEL_LENGTH, WIDE_ROW_LABEL_LENGTH = 60, 20, 52
@@ -228,7 +228,7 @@ def _answer_names(timeline: RankTimeline, args: Any) -> Reply:
     names = timeline.index.names[page * NAMES_PER_PAGE : (page + 1) * NAMES_PER_PAGE]
     return flask.jsonify(
         {
-            "names": [name[:MAX_NAME_LENGTH] for name in names],
+            "names": [name[:_MAX_NAME_LENGTH] for name in names],
             "labels": timeline.labels(page, NAMES_PER_PAGE),
         }
     )
@@ -336,9 +336,9 @@ _ANSWERS: dict[str, Callable[[RankTimeline, Any], Reply]] = {
 
 
 MAX_NS = 1 << 60
-MAX_QUERY_LENGTH = 200
-MAX_RANGES = 512
-MAX_LANES = 1024
+_MAX_QUERY_LENGTH = 200
+_MAX_RANGES = 512
+_MAX_LANES = 1024
 """Number of lanes in one answer. More do not fit on a screen."""
 MIN_SPAN_NS, MAX_PX, MIN_PX = 16, 8192, 16
 
@@ -384,7 +384,7 @@ def read_numbers(args: Mapping[str, str], key: str, limit: int) -> list[int]:
     text = args.get(key, "")
     values: set[int] = set()
     parts = text.split(",") if text else []
-    if len(parts) > MAX_RANGES:
+    if len(parts) > _MAX_RANGES:
         raise BadParameter(f"{key} has too many parts")
     for part in parts:
         match = _RANGE.fullmatch(part)
@@ -393,17 +393,17 @@ def read_numbers(args: Mapping[str, str], key: str, limit: int) -> list[int]:
         first, last = int(match[1]), int(match[2] or match[1])
         if not first <= last < limit:
             raise BadParameter(f"{key}: there is no {part}")
-        if last - first > MAX_LANES:
+        if last - first > _MAX_LANES:
             raise BadParameter(f"{key} asks for too many")
         values.update(range(first, last + 1))
-    if len(values) > MAX_LANES:
+    if len(values) > _MAX_LANES:
         raise BadParameter(f"{key} asks for too many")
     return sorted(values)
 
 
 def read_text(args: Mapping[str, str], key: str) -> str:
-    """Read free text of at most MAX_QUERY_LENGTH characters. Raises BadParameter."""
+    """Read free text of at most _MAX_QUERY_LENGTH characters. Raises BadParameter."""
     text = args.get(key, "")
-    if len(text) > MAX_QUERY_LENGTH:
-        raise BadParameter(f"{key} is longer than {MAX_QUERY_LENGTH} characters")
+    if len(text) > _MAX_QUERY_LENGTH:
+        raise BadParameter(f"{key} is longer than {_MAX_QUERY_LENGTH} characters")
     return text

@@ -53,7 +53,7 @@ from advisor.rules.support.common import (
 from advisor.rules.support.launch_gaps import REMOVE_LAUNCH_COST
 from advisor.testing import Examples, TraceBuilder
 
-MAX_NAMED = 5
+_MAX_NAMED = 5
 """Maximum number of lines, or functions, that a finding names."""
 
 
@@ -134,7 +134,7 @@ class GraphBreaks(Rule):
                  for item in reasons if item.frames]  # fmt: skip
         costs = sorted((cost for cost in costs if cost[0]), key=lambda cost: -cost[0])
         known = [item for _, item in costs] or reasons
-        lines = [_locate(item) for item in known[:MAX_NAMED]] or _locate_breaks(a)
+        lines = [_locate(item) for item in known[:_MAX_NAMED]] or _locate_breaks(a)
         if not lines:
             yield SkippedCheck(
                 what="the lines at which the graph breaks",
@@ -157,7 +157,7 @@ class GraphBreaks(Rule):
                 Evidence("idle time per break", idle.total / len(broken_rows), "ns"),
                 *(
                     amount_per_step(a, f"idle at {_describe_break(item)}", ns)
-                    for ns, item in costs[:MAX_NAMED]
+                    for ns, item in costs[:_MAX_NAMED]
                 ),
                 Evidence(
                     "where the graph breaks",
@@ -243,14 +243,14 @@ def _report_unmeasured(a: Analysis, breaks: list[GraphBreak]) -> Finding:
     if not a.record_only:
         no_device = a.device_id is None
         why = f"no {'GPU work' if no_device else 'compiled region'} is in the trace"
-    names = "; ".join(_describe_break(item) for item in breaks[:MAX_NAMED])
-    unnamed = len(breaks) - MAX_NAMED
+    names = "; ".join(_describe_break(item) for item in breaks[:_MAX_NAMED])
+    unnamed = len(breaks) - _MAX_NAMED
     lines_text = t.count_noun(len(breaks), "line")
     return Finding(
         summary=f"{lines_text} {'breaks' if len(breaks) == 1 else 'break'} the graph: {names}"
         f"{f'; and {unnamed:,} more' if unnamed > 0 else ''}. Their cost is not measured: {why}.",
         evidence=[Evidence("lines that break the graph", len(breaks), "count")],
-        where=[_locate(item) for item in breaks[:MAX_NAMED]],
+        where=[_locate(item) for item in breaks[:_MAX_NAMED]],
         impact=impact_without_gain(why),
     )
 
@@ -276,7 +276,7 @@ def _locate_breaks(a: Analysis) -> list[Location]:
         .sort("dur", descending=True)
         .group_by("name", maintain_order=True)
         .agg(pl.col("ts", "dur").first(), pl.len())
-        .head(MAX_NAMED)
+        .head(_MAX_NAMED)
     )
     return [
         Location(**frame._asdict(), ts_ns=ts, dur_ns=dur, count=count)
@@ -590,11 +590,11 @@ def _locate_functions(causes: list[CompileCause]) -> list[Location]:
         previous = by_place.get((cause.file, cause.line))
         count = cause.count + (0 if previous is None else previous.count or 0)
         by_place[cause.file, cause.line] = replace(_locate(cause), count=count)
-    return list(by_place.values())[:MAX_NAMED]
+    return list(by_place.values())[:_MAX_NAMED]
 
 
 def _list_guards(causes: list[CompileCause]) -> Iterator[Evidence]:
-    for cause in causes[:MAX_NAMED]:
+    for cause in causes[:_MAX_NAMED]:
         yield Evidence(f"{cause.count:,}× {_name_guard(cause)}", cause.ns, "ns", per="run")
 
 
@@ -642,7 +642,7 @@ class CudaGraphsSkipped(Rule):
             return
         costliest = causes[0]
         reason = costliest.reason.lower().replace("-", " ")
-        causes_text = "; ".join(_name_guard(cause) for cause in causes[:MAX_NAMED])
+        causes_text = "; ".join(_name_guard(cause) for cause in causes[:_MAX_NAMED])
         is_measured = not a.record_only and a.device_id is not None
         note = "" if is_measured else " Its cost is not measured: no GPU work was recorded."
         yield Finding(
@@ -650,7 +650,7 @@ class CudaGraphsSkipped(Rule):
             f"{causes_text}.{note}",
             fix=next((fix for name, fix in self.kinds.items() if name in reason), ""),
             evidence=[Evidence("graphs without CUDA graphs", len(causes), "count")],
-            where=[_locate(cause) for cause in causes[:MAX_NAMED]],
+            where=[_locate(cause) for cause in causes[:_MAX_NAMED]],
             edits=[REMOVE_LAUNCH_COST] if is_measured else [],
             impact=None if is_measured else impact_without_gain("no GPU work was recorded"),
         )

@@ -48,7 +48,7 @@ _TORCHREC = "https://docs.pytorch.org/torchrec/"
 PIPELINED = "all_to_all of embeddings in torchrec's pipeline"
 _PIPELINE_RANGES = r"^## (?:wait_|start_)?sparse_data_dist(?: \d+)? ##$"
 """Ranges of torchrec's TrainPipelineSparseDist."""
-MIN_BLOCKED_SHARE = 0.01
+_MIN_BLOCKED_SHARE = 0.01
 """Minimum share of the step at which a wait in the pipeline is named."""
 POINT_TO_POINT = ("send", "recv", "send_recv")
 """Kinds with which a pipeline stage waits for work, whatever the network does."""
@@ -600,7 +600,7 @@ def _describe_pipeline_wait(a: Analysis) -> str | None:
     )
     waits = waits.filter(pl.Series(in_pipeline)).group_by("name").agg(pl.col("ns").sum())
     for name, ns in waits.sort("ns", "name").tail(1).iter_rows():
-        if ns >= MIN_BLOCKED_SHARE * a.span_ns:
+        if ns >= _MIN_BLOCKED_SHARE * a.span_ns:
             range_name = str(name).strip("# ")
             return (
                 f" The pipeline still waits for the GPU, most in {range_name}, for "

@@ -13,7 +13,7 @@ from advisor.rules.support.citations import CHOSEN
 from advisor.rules.support.common import impact_per_step, record_example, run_steps_of, under_load
 from advisor.testing import Examples, TraceBuilder
 
-MIN_SAMPLES = 5
+_MIN_SAMPLES = 5
 """Minimum number of samples under load."""
 
 
@@ -273,7 +273,7 @@ class ClocksLocked(HeldClocks):
 def share_of_samples(samples: list[GpuSample], *reasons: str) -> float | None:
     """Return the share of samples with one of the driver's reasons, or ``None`` if unknown."""
     recorded = [gpu.throttle for gpu in samples if gpu.throttle is not None]
-    if len(recorded) < MIN_SAMPLES:
+    if len(recorded) < _MIN_SAMPLES:
         return None
     bits = sum(THROTTLE_BITS[reason] for reason in reasons)
     return float(np.mean([(value & bits) != 0 for value in recorded]))

@@ -25,7 +25,7 @@ from advisor.rules.support.common import impact_per_step, locate_row, run_steps_
 from advisor.testing import Examples, TraceBuilder
 
 PAUSED = "steps with a pause of 1 ms or more"
-MIN_SPREAD = 0.2
+_MIN_SPREAD = 0.2
 """Minimum spread of the pauses, as a share of the mean pause, at which a line through the steps is
 fitted."""
 MIN_MARGIN = 0.1
@@ -293,7 +293,7 @@ def _estimate_impact(a: Analysis, pause: Floats, dur: Floats, lost: float) -> Im
     mean, count = float(pause.mean()), len(pause)
     deviation = pause - mean
     square = float(np.square(deviation).sum())
-    if count < 3 or square <= count * (MIN_SPREAD * mean) ** 2:
+    if count < 3 or square <= count * (_MIN_SPREAD * mean) ** 2:
         method = "upper bound (pauses, where the step was longer)"
         return impact_per_step(a, lost, low=0.0, high=mean, method=method, kind="upper bound")
     slope = float((deviation * (dur - dur.mean())).sum()) / square

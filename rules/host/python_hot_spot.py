@@ -40,7 +40,7 @@ from advisor.rules.support.launch_gaps import library_of
 from advisor.rules.support.library_functions import LibraryUse, find_library_use
 from advisor.testing import Examples, TraceBuilder
 
-MAX_NAMES = 20
+_MAX_NAMES = 20
 MAX_SPOTS = 3
 """Maximum number of functions in a finding. Each must take its part of the minimum share."""
 _WORKER_PREFETCH_CODE = (
@@ -351,7 +351,7 @@ class PythonHotSpot(Rule):
             .group_by("name")
             .agg(pl.col("dur").sum())
             .sort("dur", descending=True)["name"]
-            .head(MAX_NAMES)
+            .head(_MAX_NAMES)
             .cast(pl.String)
         )
         pattern = "|".join(re.escape(name) for name in np.sort(longest.to_numpy()))

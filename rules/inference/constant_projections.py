@@ -49,7 +49,7 @@ CONSTANT_OPS = re.compile(
 """Names of views, copies and normalisations, whose results are as constant as their input."""
 COPIES = re.compile(r"^aten::(?:contiguous|clone|copy_|to|(?:layer|rms)_norm)$")
 """Names of those that take time."""
-MAX_CALLS = 200_000
+_MAX_CALLS = 200_000
 
 
 Layers = list[tuple[int, tuple[int, ...]]]
@@ -258,7 +258,7 @@ class ConstantProjections(Rule):
 def _split_passes(a: Analysis) -> list[Pass]:
     """Split the operators of the window into passes. Empty if no vocabulary is embedded and chosen
     from. The first and the last may be parts of a pass."""
-    table = outermost_in_steps(a).drop_nulls("inputs").sort("ts").head(MAX_CALLS)
+    table = outermost_in_steps(a).drop_nulls("inputs").sort("ts").head(_MAX_CALLS)
     if not table["name"].is_in([EMBEDDING]).any():
         return []
     given = {at: inputs_at(a, at) for at in table["inputs"].unique().to_list()}

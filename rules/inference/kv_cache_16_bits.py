@@ -16,7 +16,7 @@ from advisor.rules.support.common import amount_per_step, of_step, scale_edit
 from advisor.rules.support.framework_advice import SGLANG_KV, VLLM_KV
 from advisor.testing import Examples, TraceBuilder
 
-MIN_BYTES = 2
+_MIN_BYTES = 2
 """Minimum bytes of a cache value at which half of them can be saved."""
 
 
@@ -66,7 +66,7 @@ class KvCache16Bits(Rule):
         ops = kernels["op_row"].gather(rows).to_list()
         is_wide = [
             (shape := None if op is None else read_heads(a.trace, op)) is not None
-            and shape.width >= MIN_BYTES
+            and shape.width >= _MIN_BYTES
             and not re.search(NARROW, name)
             for op, name in zip(ops, names, strict=True)
         ]

@@ -25,7 +25,7 @@ from advisor.testing import Examples, TraceBuilder
 
 EMBEDDING, PRODUCT = "aten::embedding", "aten::bmm"
 _TOKENS = rf"^(?:{EMBEDDING}|{PRODUCT}|aten::scaled_dot_product_attention)$"
-MAX_CALLS = 100_000
+_MAX_CALLS = 100_000
 _HOST_WORK = (
     r"^aten::(?:addmm|mm|bmm|baddbmm|_scaled_dot_product_\w+|native_layer_norm|gelu|silu|mul|add)$"
 )
@@ -200,7 +200,7 @@ def _read_calls(a: Analysis) -> Iterator[tuple[str, tuple[Tensor | None, Tensor 
     ts = cpu["ts"].to_numpy()[rows]
     start, end = a.spans.start.min(), a.spans.end.max()
     in_window = (ts >= start) & (ts < end)
-    rows = rows[in_window][np.argsort(ts[in_window], kind="stable")][:MAX_CALLS]
+    rows = rows[in_window][np.argsort(ts[in_window], kind="stable")][:_MAX_CALLS]
     shapes: dict[int, tuple[Tensor | None, Tensor | None]] = {}
     names = cpu["name"].gather(rows).cast(str).to_list()
     for name, index in zip(names, cpu["inputs"].gather(rows).to_list(), strict=True):

@@ -48,7 +48,7 @@ ON_LAST_DIMENSION = frozenset((*WIDTH_DIMENSION, *TRANSFORMS))
 TAKERS = (*TAKES, *INDEXED)
 OF_INDEX = frozenset(("aten::unsqueeze", "aten::expand", "aten::arange"))
 """Operators that make an index, between the layer and the operator that takes the part."""
-MAX_BETWEEN = 6
+_MAX_BETWEEN = 6
 END = str(2**63 - 1)
 """End of a slice that has no end."""
 
@@ -342,7 +342,7 @@ def _is_by_features(name: str, x: OpInputs) -> bool:
 def _find_product_before(names: list[str], keeps: list[bool], at: int) -> int | None:
     """Return the index of the product right before an operator; operators in between must keep its
     shape."""
-    for index in range(at - 1, max(-1, at - 1 - MAX_BETWEEN), -1):
+    for index in range(at - 1, max(-1, at - 1 - _MAX_BETWEEN), -1):
         if names[index] in WIDTH_DIMENSION:
             return index
         if not keeps[index]:

@@ -23,7 +23,7 @@ from advisor.measure.device.kernel_profiles import (
 from advisor.rules.support.citations import CHOSEN, NCU
 from advisor.testing import Examples, TraceBuilder
 
-MAX_PLACES = 5
+_MAX_PLACES = 5
 EXCESS_SECTORS = "derived__memory_l2_theoretical_sectors_global_excessive"
 SECTORS = "memory_l2_theoretical_sectors_global"
 CONFLICTS = "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"
@@ -160,7 +160,7 @@ class CounterRule(Rule):
                     count=len(k.rows) or k.profile.launches,
                     dur_ns=None if k.profile.duration_ns is None else round(k.profile.duration_ns),
                 )
-                for k, _ in savings[:MAX_PLACES]
+                for k, _ in savings[:_MAX_PLACES]
             ],
             edits=edits,
             **self._library_texts(savings),

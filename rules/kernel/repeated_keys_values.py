@@ -36,7 +36,7 @@ ATTENTION_PRODUCTS = frozenset(("aten::matmul", "aten::bmm", "aten::baddbmm"))
 HEADS_LAST = frozenset(("FlashAttnFunc", "flash_attn::_flash_attn_forward"))
 ATTENTION = r"^aten::_?scaled_dot_product_(?:\w*_)?attention(?:_for_cpu|_math)?$"
 OTHER_OPS = exact_pattern({EXPAND, REPEAT, INTERLEAVE} | COPIES | ATTENTION_PRODUCTS | HEADS_LAST)
-MAX_CALLS = 200_000
+_MAX_CALLS = 200_000
 MAX_BEHIND = 48
 """Number of the operators named here, after a copy, within which attention must read it."""
 MAX_HEAD_SIZE = 256
@@ -280,7 +280,7 @@ def _find_readers(a: Analysis) -> Iterator[ReadingOperator]:
     is_candidate = (
         name_matches(cpu["name"], f"{ATTENTION}|{OTHER_OPS}") & cpu["inputs"].is_not_null()
     ).to_numpy()
-    rows = rows_in_steps(a, np.flatnonzero(is_candidate))[:MAX_CALLS]
+    rows = rows_in_steps(a, np.flatnonzero(is_candidate))[:_MAX_CALLS]
     table = cpu.select("name", "thread", "ts", "dur", "inputs")[rows].with_columns(row=rows)
     table = table.sort("ts", "dur", descending=[False, True], maintain_order=True)
     inputs: dict[int, OpInputs] = {}

@@ -237,7 +237,7 @@ def _build_network(
     return b
 
 
-MIN_BATCHES, MIN_STEPS = 10, 3
+_MIN_BATCHES, _MIN_STEPS = 10, 3
 """Minimum numbers of batches and of profiled steps that show whether shapes stay the same."""
 MIN_CONSTANT_SHARE = 0.5
 """Minimum share of the steps with the most frequent shape at which cudnn.benchmark is advised.
@@ -252,9 +252,9 @@ def _constant_shapes(a: Analysis) -> tuple[float | None, str, int]:
     if a.run_steps is not None:
         shapes = a.run_steps.column("shapes")
         shapes = shapes[~np.isnan(shapes)]
-    if len(shapes) < MIN_BATCHES:
+    if len(shapes) < _MIN_BATCHES:
         shapes, unit = shapes_by_step(a, _CONVOLUTIONS), "profiled steps"
-    if len(shapes) < MIN_STEPS:
+    if len(shapes) < _MIN_STEPS:
         return None, unit, len(shapes)
     return float(np.unique(shapes, return_counts=True)[1].max() / len(shapes)), unit, len(shapes)
 

@@ -11,7 +11,7 @@ from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import INDUCTOR_SPILLS, TRIED_ON_TRACES
 from advisor.testing import Examples, TraceBuilder
 
-MAX_PLACES = 5
+_MAX_PLACES = 5
 REGISTER_BYTES = 4
 """Bytes of a register."""
 
@@ -111,7 +111,7 @@ class TritonRegisterSpills(Rule):
                     count=len(k.rows) or None,
                     dur_ns=round(ns / len(k.rows)) if len(k.rows) else None,
                 )
-                for ns, k in spilling[:MAX_PLACES]
+                for ns, k in spilling[:_MAX_PLACES]
             ],
             impact=impact_without_gain(
                 "the module does not show what the spills cost; time both variants"

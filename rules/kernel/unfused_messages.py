@@ -19,7 +19,7 @@ GATHERS = ("aten::gather", "aten::index_select")
 SCATTERS = ("aten::scatter_add_", "aten::scatter_add", "aten::index_add_", "aten::index_add")
 OPS_BETWEEN_GATHER_AND_SCATTER = ("aten::mul", "aten::mul_", "aten::fill_", "aten::zero_")
 """Operators whose work a sparse product includes: multiplying by edge weights, and zeroing sums."""
-MAX_BETWEEN = 3
+_MAX_BETWEEN = 3
 
 
 class MessageChain(NamedTuple):
@@ -152,7 +152,7 @@ def _find_chains(a: Analysis) -> list[MessageChain]:
         end = start + 1
         while (
             end < len(named)
-            and end <= start + MAX_BETWEEN
+            and end <= start + _MAX_BETWEEN
             and named[end] in OPS_BETWEEN_GATHER_AND_SCATTER
         ):
             end += 1

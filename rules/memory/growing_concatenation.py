@@ -32,7 +32,7 @@ from advisor.rules.support.kernel_work import exact_pattern, scale_operators, ti
 from advisor.testing import Examples, TraceBuilder
 
 CAT = r"^aten::cat$"
-MAX_CALLS = 100_000
+_MAX_CALLS = 100_000
 
 
 class GrowingConcatenation(Rule):
@@ -351,7 +351,7 @@ class _Appends(NamedTuple):
 def _find_appends(a: Analysis) -> list[_Appends]:
     """Find concatenations in the trace whose first input grows by the second."""
     cpu = a.trace.cpu
-    calls = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())[:MAX_CALLS]
+    calls = np.flatnonzero(name_matches(cpu["name"], CAT).to_numpy())[:_MAX_CALLS]
     shapes_by_index: dict[int, list[tuple[int, ...]]] = {}
     kinds: dict[_AppendKind, list[tuple[int, int]]] = defaultdict(list)
     for row, index in zip(calls.tolist(), cpu["inputs"].gather(calls).to_list(), strict=True):

@@ -25,9 +25,9 @@ from advisor.rules.support.device_memory import (
 )
 from advisor.testing import Examples, TraceBuilder
 
-MIN_BATCHES = 5
+_MIN_BATCHES = 5
 """Minimum number of batches at which the last one is compared with the median."""
-MAX_SAVINGS = 4
+_MAX_SAVINGS = 4
 """Maximum number of ways to free memory that a finding names."""
 
 
@@ -126,7 +126,7 @@ class OutOfMemory(Rule):
         sizes = (
             [] if run_steps is None else [size for size in run_steps.column("bytes") if size > 0]
         )
-        batch_ratio = float(sizes[-1] / median(sizes)) if len(sizes) >= MIN_BATCHES else None
+        batch_ratio = float(sizes[-1] / median(sizes)) if len(sizes) >= _MIN_BATCHES else None
         is_large_batch = batch_ratio is not None and batch_ratio >= self.min_batch_ratio
         if text is not None and not is_large_batch:
             yield self._build_from_text(text)
@@ -227,7 +227,9 @@ class OutOfMemory(Rule):
             fix=fix,
             code=code,
             confidence=0.85,
-            assumptions=[f"{_name_change(way, peak)}: {way.assumes}" for way in ways[:MAX_SAVINGS]],
+            assumptions=[
+                f"{_name_change(way, peak)}: {way.assumes}" for way in ways[:_MAX_SAVINGS]
+            ],
         )
 
     def _build_from_text(self, text: OutOfMemoryText) -> Finding:
@@ -300,7 +302,7 @@ def _needed_after(way: FreedMemory, peak: PeakMemory) -> int:
 def _describe_ways(ways: list[FreedMemory], peak: PeakMemory, needed: int) -> str:
     """Describe what would have freed memory, one sentence each. ``needed`` bytes are enough."""
     sentences = []
-    for way in ways[:MAX_SAVINGS]:
+    for way in ways[:_MAX_SAVINGS]:
         place_text = line_name(way.file, way.line)
         place_text = f" ({place_text})" if place_text else ""
         freed_text = t.format_bytes(way.bytes)

@@ -49,7 +49,7 @@ _FREEZE_CODE = (
 )
 
 
-MAX_NAMED = 3
+_MAX_NAMED = 3
 """Maximum number of modules that a summary names."""
 
 
@@ -119,8 +119,8 @@ class UnusedGradients(Rule):
             return
         report = recorded or max(dropped, key=lambda passes: passes.bytes)
         count = f"{report.unused:,} of {report.total:,} parameters with gradients"
-        size, names = t.format_bytes(report.bytes), ", ".join(report.modules[:MAX_NAMED])
-        prefix = "those of" if len(report.modules) <= MAX_NAMED else "among them those of"
+        size, names = t.format_bytes(report.bytes), ", ".join(report.modules[:_MAX_NAMED])
+        prefix = "those of" if len(report.modules) <= _MAX_NAMED else "among them those of"
         if report.models:
             prefix, names = "all of the class", " and ".join(report.models)
         summary = f"{count} are in no optimizer ({size}), {prefix} {names}."

@@ -25,7 +25,7 @@ COLUMN_PRODUCTS = frozenset(("aten::matmul", "aten::bmm"))
 CONVOLUTION, STFT = "aten::conv1d", "aten::stft"
 INDEXED = {"aten::gather": (1, 2), "aten::index_select": (1, 2), "aten::take_along_dim": (2, 1)}
 """Operator that takes positions by an index -> positions of the arguments dimension and index."""
-MAX_BEFORE = 48
+_MAX_BEFORE = 48
 """Maximum number of operators before the one that takes positions."""
 MAX_OF_SAMPLE = 4
 """Maximum number of operators from the one that selects a sample to the one that takes its part."""
@@ -186,7 +186,7 @@ def _find_chain(calls: list[_OperatorCall], at: int, shape: Shape) -> list[int] 
     size = shape[-1]
     chain: list[int] = []
     has_product = False
-    for index in range(at - 1, max(-1, at - 1 - MAX_BEFORE), -1):
+    for index in range(at - 1, max(-1, at - 1 - _MAX_BEFORE), -1):
         name, x, shapes = calls[index].name, calls[index].inputs, calls[index].shapes
         if x is not None and name == STFT and _count_frames(x) == size:
             return [index, *reversed(chain)]

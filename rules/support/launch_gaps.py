@@ -29,7 +29,7 @@ without stacks) is left out, so the result is an underestimate."""
 MAX_PIECE_NS = 200_000
 """Maximum length of a piece, ns. Longer ones are not launch costs: dispatching one op takes some 5
 to 50 µs, with stacks up to 150 µs (b200_eager). Slow functions or ops on the CPU take longer."""
-MAX_GAP_NS = 1_000_000
+_MAX_GAP_NS = 1_000_000
 """Maximum length of a gap's pieces, ns. Many short ones are not a launch cost: a loop over an
 image's pixels is thousands of calls before one launch. Where the GPU waits for launches, on public
 traces 96% and more of the idle time is in gaps with less than this (70% where a job also prepares
@@ -73,7 +73,7 @@ def measure_launch_gaps(a: Analysis) -> LaunchGaps | None:
         return None
     pieces = _find_launch_pieces(a)
     idle = int(pieces["dur"].sum())
-    short_gaps = pieces.filter(pl.col("dur").sum().over("gap") <= MAX_GAP_NS)
+    short_gaps = pieces.filter(pl.col("dur").sum().over("gap") <= _MAX_GAP_NS)
     dur = gpu["dur"].to_numpy()[kernels]
     calls = launch.n_unique()
     graphs = (a.trace.cpu["call"].gather(launch.unique()) == "graph_launch").sum()

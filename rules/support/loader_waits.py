@@ -260,7 +260,7 @@ class LoadingCalls(NamedTuple):
 
 BUILT_IN = re.compile(r"^<built-in (?:method|function) (\S+?)(?: of (\S+) object.*)?>$")
 """Pattern of ``<built-in method std of Tensor object at 0x7f…>``, shown as ``Tensor.std``."""
-MIN_LISTED_SHARE = 0.05
+_MIN_LISTED_SHARE = 0.05
 """Minimum share of the loading at which a call inside it is listed. Smaller ones change nothing."""
 MIN_SUMMARY_SHARE = 0.3
 """Minimum share of the loading at which one call is named in the summary."""
@@ -272,7 +272,7 @@ def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
     where: list[Location] = []
     calls = measure_contents(a, waits.host)
     summary = ""
-    listed_calls = calls.filter(pl.col("ns") >= MIN_LISTED_SHARE * waits.total).head(3)
+    listed_calls = calls.filter(pl.col("ns") >= _MIN_LISTED_SHARE * waits.total).head(3)
     for row in listed_calls.iter_rows(named=True):
         text = _describe_call(a, row)
         evidence.append(amount_per_step(a, f"loading: {text}", row["ns"]))
@@ -293,7 +293,11 @@ def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
             )
     unexplained_ns = waits.total - int(calls["ns"].sum())
     has_stacks = bool((a.trace.cpu["kind"] == "python").any())
-    if not has_stacks and not calls.is_empty() and unexplained_ns >= MIN_LISTED_SHARE * waits.total:
+    if (
+        not has_stacks
+        and not calls.is_empty()
+        and unexplained_ns >= _MIN_LISTED_SHARE * waits.total
+    ):
         hint = f" ({stacks_option(a)} shows what)" if a.trace.meta.is_pytorch else ""
         label = f"loading: outside operators{hint}"
         evidence.append(amount_per_step(a, label, unexplained_ns))

@@ -165,7 +165,7 @@ _SINGLE_CALL_OPS = (
 no other function can replace them."""
 _CLASS_LOSSES = r"^aten::(?:cross_entropy_loss|nll_loss\w*|_?log_softmax)$"
 """Losses over the scores of classes. The last or second dimension counts the classes."""
-MAX_OPERATORS, MIN_OPERATOR_SHARE = 3, 0.10
+_MAX_OPERATORS, _MIN_OPERATOR_SHARE = 3, 0.10
 """Maximum number of named operators of the loop's own code, and their minimum share of its
 operators' time. The largest is always named."""
 
@@ -188,7 +188,7 @@ def largest_operators(a: Analysis, rows: Rows) -> dict[str, float]:
     names = cpu["name"].gather(rows).cast(pl.String)
     table = pl.DataFrame({"name": names, "ns": cpu["dur"].gather(rows)})
     top = table.group_by("name").agg(pl.col("ns").sum()).sort("ns", "name", descending=True)
-    return {name: ns / max(a.step_count, 1) for name, ns in top.head(MAX_OPERATORS).iter_rows()}
+    return {name: ns / max(a.step_count, 1) for name, ns in top.head(_MAX_OPERATORS).iter_rows()}
 
 
 def name_operators(largest: Mapping[str, float], total: float) -> str:
@@ -196,7 +196,7 @@ def name_operators(largest: Mapping[str, float], total: float) -> str:
     texts = [
         f"{labels.clean(name)} takes {ns / total:.0%}"
         for index, (name, ns) in enumerate(largest.items())
-        if not index or ns >= MIN_OPERATOR_SHARE * total
+        if not index or ns >= _MIN_OPERATOR_SHARE * total
     ]
     return f" Of its operators, {', '.join(texts)}." if texts else ""
 

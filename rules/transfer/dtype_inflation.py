@@ -38,9 +38,9 @@ from advisor.testing import Examples, TraceBuilder
 
 _MOVE_OPS = r"^aten::(?:_?to|_to_copy|copy_|cpu|cuda|empty\w*|pin_memory|detach_?|result_type)$"
 """Operators that move data or allocate memory."""
-MAX_NAMED = 3
+_MAX_NAMED = 3
 """Maximum number of operators that a fix names."""
-MIN_NAMED_SHARE = 0.2
+_MIN_NAMED_SHARE = 0.2
 """Minimum time of each, as a share of the longest one's time."""
 _CONVERT_OPS = r"^aten::(?:copy_|div)$"
 _FLOATS = ("half", "bfloat16", "float", "double")
@@ -416,8 +416,8 @@ class PingPong(Rule):
         is_between &= name_matches(cpu["name"], "^aten::") & ~name_matches(cpu["name"], _MOVE_OPS)
         ops = cpu.filter(is_between & ~pl.Series(mask_under(a, r"Backward\d*$")[:-1]))
         time = ops.group_by(pl.col("name").cast(pl.String)).agg(pl.col("dur").sum())
-        time = time.filter(pl.col("dur") >= MIN_NAMED_SHARE * pl.col("dur").max())
-        names = time.sort("dur", "name")["name"].to_list()[::-1][:MAX_NAMED]
+        time = time.filter(pl.col("dur") >= _MIN_NAMED_SHARE * pl.col("dur").max())
+        names = time.sort("dur", "name")["name"].to_list()[::-1][:_MAX_NAMED]
         return t.list_names(names) if names else ""
 
     @staticmethod

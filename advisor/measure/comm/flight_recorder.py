@@ -28,7 +28,7 @@ DEFAULT_GROUP = "default_pg"
 """PyTorch's name of the group of all ranks."""
 UNEVEN_COLLECTIVES = ("all_to_all", "coalesced", "_v")
 """Parts of the names of collectives whose sizes may differ between ranks."""
-MAX_PROBLEMS, MAX_CALLS = 20, 8
+_MAX_PROBLEMS, _MAX_CALLS = 20, 8
 Kind = Literal[
     "not called", "no dump", "operation", "order", "size", "dtype", "unknown members", "unfinished"
 ]
@@ -71,7 +71,7 @@ def compare_dumps(dumps: Iterable[FlightDump]) -> FlightRecord:
         absent=sorted(world - set(by_rank)),
         groups=len(groups),
         calls=sum(len(dump.calls) for dump in by_rank.values()),
-        problems=_sort_by_cause(problems)[:MAX_PROBLEMS],
+        problems=_sort_by_cause(problems)[:_MAX_PROBLEMS],
         damaged=sum(dump.damaged for dump in by_rank.values()),
     )
 
@@ -241,7 +241,7 @@ def _build_problem(
     for rank, call in sorted(rank_calls, key=lambda item: (item[1].state == "completed", item[0])):
         where = call.where
         calls_by_kind[_signature(call), where and (where.file, where.line)].append((rank, call))
-    most_frequent = sorted(calls_by_kind.values(), key=lambda calls: -len(calls))[:MAX_CALLS]
+    most_frequent = sorted(calls_by_kind.values(), key=lambda calls: -len(calls))[:_MAX_CALLS]
     last_calls = [(rank, by_rank[rank].calls[-1]) for rank in ranks if rank in by_rank]
     return CollectiveProblem(
         kind=kind,
@@ -250,7 +250,7 @@ def _build_problem(
         calls=[_describe_member_call(rank, call, group.name) for (rank, call), *_ in most_frequent],
         last=[
             _describe_member_call(rank, call, call.description)
-            for rank, call in last_calls[:MAX_CALLS]
+            for rank, call in last_calls[:_MAX_CALLS]
         ],
     )
 

@@ -45,7 +45,7 @@ AXES: Final = (
 )  # fmt: skip
 MIN_RATE_BYTES: Final = 1 << 20
 """Minimum size of messages that fill a link, bytes (nccl-tests reach their plateau near 1 MiB)."""
-MIN_FORWARD_SHARE: Final = 0.25
+_MIN_FORWARD_SHARE: Final = 0.25
 """Minimum share of a group's bytes in the forward pass at which it counts as used there."""
 _AXIS_WORDS: Final = {
     "tensor": {"tp", "tensor"},
@@ -110,16 +110,16 @@ def _infer_axis(family: str, rows: pl.DataFrame, rank: int | None) -> str:
     if large.is_empty() or large["forward"].null_count():
         return "unknown"
     if family == "all_reduce":
-        return "tensor" if _forward_share(large) >= MIN_FORWARD_SHARE else "data"
+        return "tensor" if _forward_share(large) >= _MIN_FORWARD_SHARE else "data"
     if family != "all_gather":
         return "unknown"
     scatters = large.filter(pl.col("collective") == "reduce_scatter")
     if scatters.height:
-        return "tensor" if _forward_share(scatters) >= MIN_FORWARD_SHARE else "sharded data"
+        return "tensor" if _forward_share(scatters) >= _MIN_FORWARD_SHARE else "sharded data"
     forward = _forward_share(large)
     if forward == 1:
         return "tensor"
-    return "sharded data" if forward >= MIN_FORWARD_SHARE else "unknown"
+    return "sharded data" if forward >= _MIN_FORWARD_SHARE else "unknown"
 
 
 def _sum_values(values: pl.Series) -> int:

@@ -32,7 +32,7 @@ COPIES_SCHEMA: dict[str, Any] = {
     "same_stream": pl.Boolean,  # on the stream with the most compute; null without compute
 }
 
-MIN_BLOCKED_SHARE = 0.5
+_MIN_BLOCKED_SHARE = 0.5
 """Minimum share of a copy that its call overlaps when it blocks the host. Measured: pageable
 device-to-host calls end 8 to 12 us after their copy (A100, V100); large pageable host-to-device
 calls return some 10 us before the copy of 35 ms ends (the last pieces are staged); small staged
@@ -59,7 +59,7 @@ def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
     """Find copies between host and device whose own call blocked the host, aligned with
     ``trace.gpu``.
 
-    The call must last through most of the copy (see MIN_BLOCKED_SHARE). True for copies from or to
+    The call must last through most of the copy (see _MIN_BLOCKED_SHARE). True for copies from or to
     memory that is not known to be pinned, and for pinned ones through the synchronous API."""
     gpu = trace.gpu
     rows = np.flatnonzero(
@@ -77,7 +77,7 @@ def copies_blocking_host(trace: Trace) -> NDArray[np.bool_]:
     start = call["ts"].to_numpy()
     end = start + call["dur"].to_numpy()
     overlap = np.minimum(end, ts + dur) - np.maximum(start, ts)
-    long_enough = (overlap >= MIN_BLOCKED_SHARE * dur) & (end >= ts)
+    long_enough = (overlap >= _MIN_BLOCKED_SHARE * dur) & (end >= ts)
     is_synchronous = (call["call"] == "memcpy_blocking").fill_null(False).to_numpy()
     is_pinned = (host_memory(trace).gather(rows) == "pinned").fill_null(False).to_numpy()
     is_blocking[rows] = long_enough & (is_synchronous | ~is_pinned)

@@ -12,13 +12,13 @@ from advisor.core.intervals import Floats, Ints
 from advisor.core.prices import RankEnergy
 from advisor.measure.steps.run_steps import RunSteps, finite_or_nan
 
-MIN_SAMPLES = 4
+_MIN_SAMPLES = 4
 """Minimum number of samples of the GPU."""
 MIN_INTERVALS = 3
 """Minimum duration of the measured steps in sampling intervals: the counter moves in jumps."""
-MAX_GAP_NS = 10_000_000_000
+_MAX_GAP_NS = 10_000_000_000
 """Longest gap between two samples over which energy is interpolated, ns."""
-MIN_COVERED_SHARE = 0.5
+_MIN_COVERED_SHARE = 0.5
 """Minimum share of the used steps that are between samples."""
 
 
@@ -51,7 +51,7 @@ def _read_samples(run_steps: RunSteps, name: str) -> tuple[Ints, Floats] | None:
     values = np.array([finite_or_nan(getattr(gpu, name)) for _, gpu in run_steps.timed_gpu_samples])
     is_known = ~np.isnan(values) if len(values) else np.zeros(0, dtype=bool)
     times, values = times[is_known], values[is_known]
-    if len(times) < MIN_SAMPLES or bool((np.diff(times) <= 0).any()):
+    if len(times) < _MIN_SAMPLES or bool((np.diff(times) <= 0).any()):
         return None
     return times, values
 
@@ -83,12 +83,12 @@ def _sum_steps(run_steps: RunSteps, times: Ints, joules: Floats) -> tuple[float,
     end = start + run_steps.dur[run_steps.used]
     is_covered = (start >= times[0]) & (end <= times[-1])
     gaps = np.diff(times)
-    gaps_before: NDArray[np.int64] = np.concatenate([[0], np.cumsum(gaps > MAX_GAP_NS)])
+    gaps_before: NDArray[np.int64] = np.concatenate([[0], np.cumsum(gaps > _MAX_GAP_NS)])
     first_sample = np.clip(np.searchsorted(times, start, side="right") - 1, 0, len(gaps))
     last_sample = np.clip(np.searchsorted(times, end, side="left"), 0, len(gaps))
     is_covered &= gaps_before[last_sample] == gaps_before[first_sample]
     count = int(is_covered.sum())
-    if not count or count < MIN_COVERED_SHARE * len(start):
+    if not count or count < _MIN_COVERED_SHARE * len(start):
         return None
     start, end = start[is_covered], end[is_covered]
     total_ns = float((end - start).sum())

@@ -421,7 +421,7 @@ def _is_relayout(inputs: OpInputs) -> bool:
 MIN_VARIATION = 3.0
 """Minimum ratio of durations at which similar kernels vary. On GPUs used by one program, kernels
 with 0 to 15% of the time vary."""
-MIN_LAUNCHES = 5
+_MIN_LAUNCHES = 5
 """Minimum number of similar launches for a comparison."""
 MIN_VARYING_SHARE = 0.5
 """Minimum share of the kernel time in varying kernels at which the times are useless."""
@@ -462,7 +462,7 @@ def find_varying_kernels(a: Analysis) -> VaryingKernels:
         .filter(pl.col("inputs").is_not_null())
         .group_by(key_columns)
         .agg(pl.len().alias("count"), pl.col("dur").sum(), *percentiles)
-        .filter(pl.col("count") >= MIN_LAUNCHES, pl.col("most") >= MIN_VARIATION * pl.col("least"))
+        .filter(pl.col("count") >= _MIN_LAUNCHES, pl.col("most") >= MIN_VARIATION * pl.col("least"))
         .sort("dur", *key_columns)
     )
     if table.is_empty() or not total:

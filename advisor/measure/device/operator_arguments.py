@@ -24,9 +24,9 @@ ELEMENTWISE = (
 TAKES = ("aten::slice", "aten::narrow", "aten::select")
 MIN_BYTES = 1 << 16
 """Minimum bytes of a tensor at which an operator's time is more than the overhead of its call."""
-MIN_CALLS = 3
+_MIN_CALLS = 3
 """Minimum number of calls whose median time is representative."""
-MAX_LENGTH = 1 << 32
+_MAX_LENGTH = 1 << 32
 MAX_AFTER = 48
 """Maximum number of operators after a call that are searched for readers of its result."""
 
@@ -35,7 +35,7 @@ MAX_AFTER = 48
 def largest_factor(length: int) -> int:
     """Return the largest prime factor of a length, or 1 if it is too long for any FFT."""
     factor, largest = 2, 1
-    if length >= MAX_LENGTH:
+    if length >= _MAX_LENGTH:
         return largest
     while factor * factor <= length:
         while length % factor == 0:
@@ -107,7 +107,7 @@ def elementwise_rate(a: Analysis) -> float | None:
         size = max((tensor.bytes or 0 for tensor in x.tensors), default=0)
         if size >= MIN_BYTES:
             rates += (dur[rows] / size).tolist()
-    return float(np.median(rates)) if len(rates) >= MIN_CALLS else None
+    return float(np.median(rates)) if len(rates) >= _MIN_CALLS else None
 
 
 def padded_lengths(a: Analysis) -> set[int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 
-MIN_KNOWN_SHARE = 0.8
+_MIN_KNOWN_SHARE = 0.8
 """Minimum share of the time with known FLOPs or bytes for a rate, a roofline share or the MFU.
 Below it the figure would describe something else."""
 
@@ -121,7 +121,7 @@ class Utilization(NamedTuple):
 def model_flop_utilization(a: Analysis) -> Utilization | None:
     """Return the model FLOP utilisation: FLOPs of all kernels with known shapes over the step time
     times the peak of their dtype. Work in several formats is compared with the peak of each.
-    ``None`` if shapes or peak are unknown, or shapes cover less than MIN_KNOWN_SHARE of GEMM,
+    ``None`` if shapes or peak are unknown, or shapes cover less than _MIN_KNOWN_SHARE of GEMM,
     convolution and attention time."""
     hardware = a.hardware
     if hardware is None or not a.span_ns:
@@ -133,7 +133,7 @@ def model_flop_utilization(a: Analysis) -> Utilization | None:
         pl.col("peak").is_not_null() | (pl.col("flops") == 0)
     )
     time, known_ns = int(matrix["ns"].sum()), int(matrix.filter(is_known)["ns"].sum())
-    if not time or known_ns < MIN_KNOWN_SHARE * time:
+    if not time or known_ns < _MIN_KNOWN_SHARE * time:
         return None
     busy = rows.with_columns(busy=(pl.col("flops") / pl.col("peak")).fill_nan(None))
     formats = busy.group_by("dtype", "peak").agg(pl.col("busy").sum())
@@ -220,7 +220,7 @@ def _ratio(part: pl.Expr, whole: pl.Expr) -> pl.Expr:
 def _rate(name: str) -> pl.Expr:
     """Return an amount per second of the time for which it is known, or null if too little time."""
     known_ns = pl.col(f"{name}_ns")
-    return pl.when((known_ns > 0) & (known_ns >= MIN_KNOWN_SHARE * pl.col("dur"))).then(
+    return pl.when((known_ns > 0) & (known_ns >= _MIN_KNOWN_SHARE * pl.col("dur"))).then(
         pl.col(name) / known_ns * 1e9
     )
 

@@ -43,11 +43,11 @@ MAX_OPERATORS_BETWEEN = 5
 VALUE = r"^aten::(?:item|is_nonzero|_local_scalar_dense|equal|allclose)$"
 COPY = r"^aten::(?:to|_to_copy|copy_|_copy_from\w*)$"
 """Operators that read a value (VALUE) or copy (COPY), without those that read an output's size."""
-MIN_BYTES = 4096
+_MIN_BYTES = 4096
 """Minimum bytes of a read of data: single values are logged or compared, not processed."""
 MIN_WORK_NS = 200_000
 """Minimum host time without a launch after a read that counts as work, ns."""
-MIN_OPERATOR_SHARE = 0.5
+_MIN_OPERATOR_SHARE = 0.5
 """Minimum share of CPU operators in the time between a copy to the host and the copy back: they are
 the work that the data was fetched for."""
 DELIBERATE = r"^Optimizer\.step#|(?i)offload|save_on_cpu|saved_tensors_hooks"
@@ -166,7 +166,7 @@ def find_time_after_reads(a: Analysis) -> Intervals:
         return EMPTY
     reads = _find_reads(a)
     size = a.trace.gpu["bytes"].gather(reads.copy).fill_null(0).to_numpy()
-    reads = _Reads(reads.copy[size >= MIN_BYTES], reads.top[size >= MIN_BYTES])
+    reads = _Reads(reads.copy[size >= _MIN_BYTES], reads.top[size >= _MIN_BYTES])
     if not len(reads.top):
         return EMPTY
     start, end, _ = _find_next_launches(a, reads)
@@ -197,7 +197,7 @@ def round_trips(a: Analysis) -> pl.DataFrame:
     sizes = gpu["bytes"].fill_null(0).to_numpy()
     is_round_trip = (
         (copy_back >= 0)
-        & (sizes[reads.copy] >= MIN_BYTES)
+        & (sizes[reads.copy] >= _MIN_BYTES)
         & (sizes[reads.copy] == sizes[copy_back])
     )
     tops = outermost_operator(a.trace)
@@ -206,7 +206,7 @@ def round_trips(a: Analysis) -> pl.DataFrame:
     operator_time = union(ts[outermost], ts[outermost] + dur[outermost])
     worked = covered_length(next_launches.start, next_launches.end, operator_time)
     is_round_trip &= worked >= np.maximum(
-        MIN_OPERATOR_SHARE * (next_launches.end - next_launches.start), 1
+        _MIN_OPERATOR_SHARE * (next_launches.end - next_launches.start), 1
     )
     is_deliberate = name_matches(cpu["name"], DELIBERATE).to_numpy()
     is_round_trip &= climb_stack(parent_rows(a.trace), is_deliberate, reads.top) < 0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 MIN_SOURCE_SHARE: Final = 0.5
 """Minimum share of the time with a module at which no other source is tried."""
-MIN_KNOWN_SHARE: Final = 0.8
+_MIN_KNOWN_SHARE: Final = 0.8
 """Minimum share of a module's time with known FLOPs or bytes for a rate of the module."""
 MIN_EQUALS: Final = 4
 """Minimum number of equal modules for an outlier."""
@@ -43,7 +43,7 @@ MAX_EQUALS_SPREAD: Final = 0.25
 MIN_LONGER_SHARE: Final = 0.1
 """Minimum share of the median by which an outlier takes longer."""
 
-MAX_GROUPS, MAX_KINDS, MAX_OUTLIERS = 400, 100, 20
+_MAX_GROUPS, _MAX_KINDS, _MAX_OUTLIERS = 400, 100, 20
 """Maximum number of entries of each list in a report."""
 
 NODES_SCHEMA: dict[str, Any] = {
@@ -64,7 +64,7 @@ class LayerTable:
     ``name``, ``kind`` (the name without its number), ``calls`` (inside ``spans``; null if not
     recorded), ``kernels`` (pieces of work), ``self`` (ns of work outside its children), ``ns``
     (including its children), ``backward`` (the part of ``ns`` in the backward pass), ``flops`` and
-    ``moved`` (bytes; null if known for less than ``MIN_KNOWN_SHARE`` of the time). Sums over the
+    ``moved`` (bytes; null if known for less than ``_MIN_KNOWN_SHARE`` of the time). Sums over the
     window; without device work ``ns`` is self time of operators on the host."""
     total_ns: int
     """Time of all work inside ``spans``, ns."""
@@ -301,11 +301,11 @@ def _count_calls(a: Analysis, rows: Rows, source: Source, count: int) -> Rows:
 def _keep_mostly_known(
     work_sums: dict[str, NDArray[np.float64]], ns: NDArray[Any]
 ) -> dict[str, NDArray[np.float64]]:
-    """Return FLOPs and bytes of nodes; -1 if known for less than ``MIN_KNOWN_SHARE`` of the
+    """Return FLOPs and bytes of nodes; -1 if known for less than ``_MIN_KNOWN_SHARE`` of the
     time."""
     matrix_ns, moved_ns = work_sums["matrix"], work_sums["moved_ns"]
-    flops_known = (matrix_ns > 0) & (work_sums["sure"] >= MIN_KNOWN_SHARE * matrix_ns)
-    moved_known = (ns > 0) & (moved_ns >= MIN_KNOWN_SHARE * ns)
+    flops_known = (matrix_ns > 0) & (work_sums["sure"] >= _MIN_KNOWN_SHARE * matrix_ns)
+    moved_known = (ns > 0) & (moved_ns >= _MIN_KNOWN_SHARE * ns)
     return {
         "flops": np.where(flops_known, work_sums["flops"], -1),
         "moved": np.where(moved_known, work_sums["moved"], -1),
@@ -532,7 +532,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
         kept=None if memory is None else pl.Series(memory.net_allocated),
         peak=None if memory is None or memory.peak is None else pl.Series(memory.peak),
     )
-    shown = sorted(sorted(time, key=lambda index: (-time[index], index))[:MAX_GROUPS])
+    shown = sorted(sorted(time, key=lambda index: (-time[index], index))[:_MAX_GROUPS])
     new_index = {index: number for number, index in enumerate(shown)}
     rows = []
     for index in shown:
@@ -587,7 +587,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
                 usual_ns=outlier.median,
                 part=outlier.slowest_part,
             )
-            for outlier in find_outliers(layers, groups)[:MAX_OUTLIERS]
+            for outlier in find_outliers(layers, groups)[:_MAX_OUTLIERS]
         ],
     )
 
@@ -619,7 +619,7 @@ def _list_kinds(nodes: pl.DataFrame, total: int, per_step: float) -> list[data.L
             known=pl.col("kept").count(),
         )
         .sort("self", "ns", "kind", descending=[True, True, False])
-        .head(MAX_KINDS)
+        .head(_MAX_KINDS)
     )
     return [
         data.LayerKind(

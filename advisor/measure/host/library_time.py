@@ -26,7 +26,7 @@ from advisor.measure.host.stacks import (
     parse_frame,
 )
 
-MAX_STACKS = 2_000
+_MAX_STACKS = 2_000
 """Maximum number of distinct stacks of a window that are read, the longest first."""
 _PYTORCH = re.compile(r"(?:^|/)torch/")
 _BUILT_IN = re.compile(r"^<built-in (?:function|method) (\S+?)(?: of (\S+) object.*)?>$")
@@ -125,7 +125,7 @@ def stacks_of_rows(a: Analysis, rows: Rows, ns: NDArray[np.int64]) -> list[Sampl
     parent, result = parent_rows(a.trace), []
     table = pl.DataFrame({"row": _find_first_of_stack(cpu, parent, rows), "ns": ns})
     table = table.group_by("row").agg(pl.col("ns").sum()).sort("ns", "row", descending=True)
-    for row, stack_ns in table.head(MAX_STACKS).iter_rows():  # few rows, each with its own stack
+    for row, stack_ns in table.head(_MAX_STACKS).iter_rows():  # few rows, each with its own stack
         frames: list[str] = []
         called, ancestor = "", row
         while ancestor >= 0:

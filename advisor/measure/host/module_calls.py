@@ -31,7 +31,7 @@ MIN_CALL_TIME_SHARE = 0.5
 """Minimum share of an operator's time in calls of one function, whose line is used for it."""
 MAX_CLOCK_ERROR_NS = 100_000
 """Maximum time by which an outermost call may exceed its range, ns."""
-MAX_LEVEL = 100
+_MAX_LEVEL = 100
 """Maximum nesting level of a call. The recorder logs fewer."""
 
 _PYTHON_NAMES = {
@@ -204,7 +204,7 @@ def _read_log(a: Analysis) -> tuple[list[str], list[str], NDArray[np.int64], _Na
         return None
     is_valid = (
         len(calls) > 0
-        and ((calls[:, 0] >= 0) & (calls[:, 0] <= MAX_LEVEL)).all()
+        and ((calls[:, 0] >= 0) & (calls[:, 0] <= _MAX_LEVEL)).all()
         and (calls[:, 1:3] < MAX_VALUE).all()
         and (calls[:, 1] >= 0).all()
         and (np.diff(calls[:, 1]) >= 0).all()

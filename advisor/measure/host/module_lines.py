@@ -16,7 +16,7 @@ from advisor.measure.host.stacks import parse_frame
 
 MIN_LAYER_SHARE = 0.5
 """Minimum share of an operator's time in a layer whose line is used for the operator."""
-MAX_CALLS = 200
+_MAX_CALLS = 200
 """Maximum number of distinct calls that are read, the longest first."""
 WEIGHT_POSITION = {
     **dict.fromkeys(
@@ -107,7 +107,7 @@ def _list_calls(a: Analysis, location: Location) -> Iterator[tuple[int, int]]:
         inputs=cpu["inputs"].gather(table["row"]),
     )
     calls = table.group_by("name", "inputs").agg(pl.col("row").min(), pl.col("ns").sum())
-    yield from calls.sort("ns", "row", descending=True).head(MAX_CALLS).select("row", "ns").rows()
+    yield from calls.sort("ns", "row", descending=True).head(_MAX_CALLS).select("row", "ns").rows()
 
 
 def _find_layers(a: Analysis, call: int, layers: list[LocatedModules]) -> list[LocatedModules]:

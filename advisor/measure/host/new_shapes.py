@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 MIN_SELF_NS = 1_000_000
 """Minimum self time at which a call prepares something, ns. Dispatch takes some 5 to 150 µs."""
-MIN_TIMES_LONGER = 10.0
+_MIN_TIMES_LONGER = 10.0
 """Minimum ratio of the self time to the time of calls with repeated shapes."""
-MIN_STEPS = 3
+_MIN_STEPS = 3
 """Minimum steps with slow calls: a run's first step and a smaller last batch do not recur."""
-MIN_STEPS_SHARE = 0.5
+_MIN_STEPS_SHARE = 0.5
 """Share of the steps above which shapes keep changing. Fewer steps are a start-up that ends."""
 MAX_SLOW_REPEATS = 0.1
 """Maximum share of slow calls among repeated shapes. Above it, shapes are not the cause."""
@@ -65,15 +65,15 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     most of the steps: columns of NEW_SHAPES_SCHEMA, in order of time.
 
     An operator is slow if its self time, without CUDA_CALL_NS for each CUDA call, is at least
-    MIN_SELF_NS, and MIN_TIMES_LONGER times the time of calls with repeated shapes and types. If the
-    trace has no repeated calls, PREPARED names the operators. Trials are waits for an event inside,
-    as in a search of algorithms. Without recorded shapes, a device or enough steps the table is
-    empty."""
+    MIN_SELF_NS, and _MIN_TIMES_LONGER times the time of calls with repeated shapes and types. If
+    the trace has no repeated calls, PREPARED names the operators. Trials are waits for an event
+    inside, as in a search of algorithms. Without recorded shapes, a device or enough steps the
+    table is empty."""
     cpu = a.trace.cpu
     empty = pl.DataFrame(schema=NEW_SHAPES_SCHEMA)
     is_known = (cpu["kind"] == "op") & cpu["inputs"].is_not_null()
     used_steps = a.steps.used.height
-    if a.device_id is None or a.steps.source == "whole trace" or used_steps < MIN_STEPS:
+    if a.device_id is None or a.steps.source == "whole trace" or used_steps < _MIN_STEPS:
         return empty
     if not (is_known & (cpu["dur"] >= MIN_SELF_NS)).any():
         return empty
@@ -101,7 +101,7 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     is_prepared = name_matches(calls["name"], PREPARED)
     is_repeated = pl.col("usual").is_not_null()
     is_slower = is_repeated & (pl.col("slow_again") <= MAX_SLOW_REPEATS)
-    is_slower &= pl.col("self_ns") >= MIN_TIMES_LONGER * pl.col("usual")
+    is_slower &= pl.col("self_ns") >= _MIN_TIMES_LONGER * pl.col("usual")
     calls = calls.filter(
         ~pl.col("again") & is_slow & (is_slower | (~is_repeated & pl.Series(is_prepared)))
     )
@@ -110,7 +110,7 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
         pl.col("step").is_not_null()
     )
     steps = pl.col("step").n_unique().over("name")
-    calls = calls.filter((steps >= MIN_STEPS) & (steps > MIN_STEPS_SHARE * used_steps))
+    calls = calls.filter((steps >= _MIN_STEPS) & (steps > _MIN_STEPS_SHARE * used_steps))
     return calls.select(
         pl.col(name).cast(pl.String if name == "name" else dtype)
         for name, dtype in NEW_SHAPES_SCHEMA.items()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MODULE = "nn.Module: "
 """Prefix of module frames if modules were recorded."""
-MAX_NODES = 500
+_MAX_NODES = 500
 """Maximum number of nodes, so that drawing the tree stays fast."""
 REST = "(rest)"
 
@@ -95,7 +95,7 @@ def range_table(a: Analysis) -> pl.DataFrame:
     )
 
 
-def op_tree(a: Analysis, limit: int = MAX_NODES) -> pl.DataFrame:
+def op_tree(a: Analysis, limit: int = _MAX_NODES) -> pl.DataFrame:
     """Merge modules, operators and annotations inside ``spans`` by their path of names.
 
     ``node``, ``parent`` (null if outermost), ``name``, ``count`` (events merged), ``ns``: device

@@ -212,13 +212,13 @@ def _rate(name: str) -> pl.Expr:
 
 # -- for the report --------------------------------------------------------------------------------
 
-MAX_ROWS = 50
+_MAX_ROWS = 50
 """Maximum number of operators in a report, longest first; the CSV file has all."""
-MAX_TENSORS = 4
+_MAX_TENSORS = 4
 """Maximum number of tensors of an operator whose shapes are shown."""
 
 
-def rooflines(a: Analysis, limit: int | None = MAX_ROWS) -> list[OperatorRate]:
+def rooflines(a: Analysis, limit: int | None = _MAX_ROWS) -> list[OperatorRate]:
     """List operators by shape, those with the most device time first. No ``limit`` lists all."""
     table = a.rooflines if limit is None else a.rooflines.head(limit)
     rows = table.drop("kernels", "inputs", "longest").rename(
@@ -275,8 +275,8 @@ def shape_text(dims: str | None) -> str | None:
     if not isinstance(shapes, list):
         return None
     texts = [text for shape in shapes if (text := _format_shape(shape))]
-    ellipsis = " …" if len(texts) > MAX_TENSORS else ""
-    return " ".join(texts[:MAX_TENSORS]) + ellipsis
+    ellipsis = " …" if len(texts) > _MAX_TENSORS else ""
+    return " ".join(texts[:_MAX_TENSORS]) + ellipsis
 
 
 def _format_shape(shape: object) -> str:

@@ -331,7 +331,7 @@ NESTED = r"\): <(?:listcomp|setcomp|dictcomp|genexpr|lambda)>$"
 """Pattern of a comprehension's or lambda's frame, which is part of the function around it."""
 MIN_SAMPLES = 8
 """Minimum number of samples of a part for naming its lines."""
-MIN_CALL_SHARE = 0.15
+_MIN_CALL_SHARE = 0.15
 """Minimum share of the samples at which a call can be assigned to a line."""
 MAX_SHARE_DIFFERENCE = 0.1
 """Maximum difference of a call's share of a profiled window and its line's share of samples."""
@@ -339,7 +339,7 @@ MIN_COVERED_SHARE = 0.5
 """Minimum share of a part's samples with the line that is named for it."""
 MIN_OF_LOOP = 0.8
 """Minimum share of one line of the loop itself, the outermost function of all samples."""
-MAX_FRAMES = 200_000
+_MAX_FRAMES = 200_000
 """Maximum number of frames in all stacks of a rank together: the recorder writes fewer."""
 _PART_PATTERNS = {
     "data": re.compile(r"^torch/utils/data/"),
@@ -411,7 +411,7 @@ def read_stacks(record: RankRecord, since: int | None = None) -> list[SampledSta
     ``since``, read only intervals that certainly begin after it (ns). Damaged lines are left
     out."""
     result: list[SampledStack] = []
-    frames_left = MAX_FRAMES
+    frames_left = _MAX_FRAMES
     previous: int | None = None
     for event in (stacks_event for stacks_event in record.events if stacks_event.kind == "stacks"):
         names, stacks = event.data.get("frames"), event.data.get("stacks")
@@ -507,7 +507,7 @@ def _count_lines(stacks: Sequence[SampledStack]) -> _Lines:
     return _Lines(lines, below)
 
 
-MAX_FUNCTIONS = 30
+_MAX_FUNCTIONS = 30
 
 
 def shares_of_functions(stacks: Sequence[SampledStack]) -> dict[str, float]:
@@ -521,7 +521,7 @@ def shares_of_functions(stacks: Sequence[SampledStack]) -> dict[str, float]:
         for function, (level, _) in _user_functions(frames).items():
             lines.setdefault(function, Counter())[frames[level]] += count
     shares = {each.most_common(1)[0][0]: each.total() / total for each in lines.values()}
-    return dict(sorted(shares.items(), key=lambda item: -item[1])[:MAX_FUNCTIONS])
+    return dict(sorted(shares.items(), key=lambda item: -item[1])[:_MAX_FUNCTIONS])
 
 
 def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine | None:
@@ -530,7 +530,7 @@ def line_of_share(stacks: Sequence[SampledStack], share: float) -> HottestLine |
     most ``MAX_SHARE_DIFFERENCE`` or a quarter. ``None`` with too few samples, no such line, or
     several."""
     total = sum(stack.samples for stack in stacks)
-    if total < MIN_SAMPLES or share < MIN_CALL_SHARE:
+    if total < MIN_SAMPLES or share < _MIN_CALL_SHARE:
         return None
     lines = _count_lines(stacks)
     max_difference = max(MAX_SHARE_DIFFERENCE, share / 4)

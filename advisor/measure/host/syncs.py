@@ -393,7 +393,7 @@ def _shorten_cause(name: str) -> str:
 
 ROUNDING_NS = 1_500
 """Maximum difference of timestamps in one trace from rounding to whole µs, ns."""
-MAX_CLOCK_DIFFERENCE_NS = 20_000
+_MAX_CLOCK_DIFFERENCE_NS = 20_000
 """Maximum time from a call's end to the end of the work it waited for, ns, for any clocks."""
 MIN_LONG_CALL_NS = 50_000
 """Minimum duration of a call that may have waited, ns."""
@@ -402,7 +402,7 @@ MAX_RETURN_NS = 20_000
 to 12 µs)."""
 MAX_LATE_SHARE = 0.02
 """Maximum additional return time as a share of the call's duration: the host is busy waking up."""
-MIN_SIMILAR_CALLS, MIN_SIMILAR_SHARE = 3, 0.6
+MIN_SIMILAR_CALLS, _MIN_SIMILAR_SHARE = 3, 0.6
 """Number of long calls of one name at which this share of them must end with work of a stream."""
 MIN_SINGLE_CALL_NS = 1_000_000
 """Minimum duration of a call whose name has fewer long calls, ns. The last work of a stream ends
@@ -453,7 +453,7 @@ def work_past_return_ns(trace: Trace, rows: NDArray[np.int64]) -> NDArray[np.int
     result = np.zeros(len(rows), dtype=np.int64)
     for part in (copy_calls, stream_calls):
         excess = part.select("at", over=pl.col("until_work") - pl.col("until"))
-        excess = excess.filter(pl.col("over").is_between(1, MAX_CLOCK_DIFFERENCE_NS - 1))
+        excess = excess.filter(pl.col("over").is_between(1, _MAX_CLOCK_DIFFERENCE_NS - 1))
         result[excess["at"].to_numpy()] = excess["over"].to_numpy()
     return result
 
@@ -499,7 +499,7 @@ def calls_ended_by_stream(trace: Trace) -> NDArray[np.int64]:
     ending_share = np.bincount(name_index, weights=ends_with_work)[name_index] / count[name_index]
     is_certain = np.where(
         count[name_index] >= MIN_SIMILAR_CALLS,
-        ending_share >= MIN_SIMILAR_SHARE,
+        ending_share >= _MIN_SIMILAR_SHARE,
         dur >= MIN_SINGLE_CALL_NS,
     )
     return rows[ends_with_work & is_certain]

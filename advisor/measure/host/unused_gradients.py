@@ -30,9 +30,9 @@ _LOOKUP_OP = "aten::embedding_dense_backward"
 _CONVOLUTION_OP = "aten::convolution_backward"
 MAX_PARAMETERS_PER_NODE = 3
 """Maximum parameters whose gradients one node computes, such as a product's weight and bias."""
-MAX_PARAMETERS = 4096
-MAX_PASSES = 4
-MAX_EVENTS = 500_000
+_MAX_PARAMETERS = 4096
+_MAX_PASSES = 4
+_MAX_EVENTS = 500_000
 """Maximum number of events of the backward pass that are read."""
 
 
@@ -88,7 +88,7 @@ def dropped_gradients(a: Analysis) -> list[RecordedGradients]:
     events = [] if a.rank_record is None else a.rank_record.events_of("dropped_gradients")
     passes = events[-1].get("passes") if events else None
     gradients = (
-        [_read_gradients(item) for item in passes[:MAX_PASSES]] if isinstance(passes, list) else []
+        [_read_gradients(item) for item in passes[:_MAX_PASSES]] if isinstance(passes, list) else []
     )
     return [item for item in gradients if item is not None]
 
@@ -103,10 +103,10 @@ def _read_gradients(data: Any) -> RecordedGradients | None:
         return None
     if len(counts) != 3:
         return None
-    sizes = [_parse_shape(shape) for shape in shapes[:MAX_PARAMETERS]]
+    sizes = [_parse_shape(shape) for shape in shapes[:_MAX_PARAMETERS]]
     parameters = tuple(
         (sizes[abs(number) - 1], number < 0)
-        for number in order[:MAX_PARAMETERS]
+        for number in order[:_MAX_PARAMETERS]
         if type(number) is int and 0 < abs(number) <= len(sizes)
     )
     modules, classes = (
@@ -141,7 +141,7 @@ def unused_gradient_work(a: Analysis) -> UnusedGradientWork:
     is_gradient_op = (cpu["name"] == ACCUMULATE) | name_matches(cpu["name"], _GRADIENT_OPS)
     rows = np.flatnonzero(is_gradient_op.to_numpy() & (nodes >= 0))
     table = _list_operators(a, rows, nodes[rows])
-    if table.is_empty() or table.height > MAX_EVENTS:
+    if table.is_empty() or table.height > _MAX_EVENTS:
         return NO_WORK
     flags = {} if recorded is None else dict.fromkeys(table["part"].unique(), recorded.flags)
     if recorded is None:

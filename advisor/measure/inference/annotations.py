@@ -19,7 +19,7 @@ PREFILL, DECODE, MIXED, DRAFT = "prefill", "decode", "mixed", "draft"
 NO_CACHE = "decode, no KV cache"
 """Phase of passes that recompute the complete sequence for each new token."""
 IMAGE, FORWARD = "image", "forward"
-MIN_WORK_SHARE = 0.9
+_MIN_WORK_SHARE = 0.9
 """Minimum share of the device's time in ranges called ``prefill`` or ``decode`` that are steps.
 Without a device, minimum share of the operators' time."""
 
@@ -287,9 +287,9 @@ def _contain_work(trace: Trace, rows: pl.DataFrame) -> bool:
     if gpu.is_empty():
         work = cpu.filter((pl.col("kind") == "op") & (pl.col("depth") == pl.col("depth").min()))
         ts, dur = work["ts"].to_numpy(), work["dur"].to_numpy()
-        return bool(covered_length(ts, ts + dur, spans).sum() >= MIN_WORK_SHARE * dur.sum() > 0)
+        return bool(covered_length(ts, ts + dur, spans).sum() >= _MIN_WORK_SHARE * dur.sum() > 0)
     launched = gpu.filter(pl.col("launch").is_not_null())
     ts = cpu["ts"].gather(launched["launch"]).to_numpy()
     is_inside = covered_length(ts, ts + 1, spans) > 0
     dur = launched["dur"].to_numpy()
-    return bool(dur[is_inside].sum() >= MIN_WORK_SHARE * dur.sum() > 0)
+    return bool(dur[is_inside].sum() >= _MIN_WORK_SHARE * dur.sum() > 0)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 ENGINE, MODULES, STEPS, LOOKUPS = "engine", "module calls", "ProfilerStep", "vocabulary look-ups"
-MIN_CALLS = 3
+_MIN_CALLS = 3
 """Minimum number of calls of one model, or look-ups in the vocabulary, that make a loop."""
 MIN_OPS_SHARE = 0.5
 """Minimum share of the operators of the median step in a last step that is not cut off."""
@@ -94,7 +94,7 @@ class InferenceSteps:
     @property
     def loop(self) -> bool:
         """Whether the steps are the loop of the program, which calls the same model repeatedly."""
-        return int(self.in_loop.sum()) >= MIN_CALLS
+        return int(self.in_loop.sum()) >= _MIN_CALLS
 
     @cached_property
     def step_intervals(self) -> tuple[Ints, Ints]:
@@ -219,7 +219,7 @@ def _find_lookup_steps(trace: Trace) -> tuple[pl.DataFrame, str]:
     """Find the marked steps if each contains one look-up, else the times between two look-ups. The
     step after the last look-up is left out if it is cut off."""
     rows, _ = _find_lookups(trace)
-    if rows.height < MIN_CALLS:
+    if rows.height < _MIN_CALLS:
         return pl.DataFrame(schema={"name": pl.String, "ts": pl.Int64, "dur": pl.Int64}), LOOKUPS
     main_rows = trace.cpu.filter(pl.col("thread") == trace.main_thread)
     is_marked = pl.col("name").cast(pl.String).str.starts_with("ProfilerStep#")
@@ -299,7 +299,7 @@ def _find_growing(lengths: dict[int, set[tuple[int, int, bool]]], count: int) ->
         ):
             run.append(index)
             continue
-        result += run if len(run) >= MIN_CALLS else []
+        result += run if len(run) >= _MIN_CALLS else []
         run = [index]
     return result
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MIN_P90, MIN_P99 = 10, 100
 """Minimum number of durations at which these percentiles say more than the longest one."""
-MIN_KNOWN_SHARE = 0.5
+_MIN_KNOWN_SHARE = 0.5
 """Minimum share of kernel time with known work for estimating a step's attainable time."""
 MIN_JITTER = 1.2
 """Minimum ratio of the 90th percentile to the median that is explained."""
@@ -124,7 +124,7 @@ def _summarize_phase(
     limits = {} if sums is None else {**sums.limits, "host": host_share * sums.limits["host"]}
     limit = max(limits, key=lambda name: limits[name]) if any(limits.values()) else None
     count = len(rows)
-    is_judged = sums is not None and sums.known is not None and sums.known >= MIN_KNOWN_SHARE
+    is_judged = sums is not None and sums.known is not None and sums.known >= _MIN_KNOWN_SHARE
     return InferencePhase(
         name=label,
         steps=count,

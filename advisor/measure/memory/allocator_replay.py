@@ -22,7 +22,7 @@ from advisor.measure.memory.memory_history import MemoryHistory
 from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
 REQUEST_UNIT, MAX_SMALL, SMALL_SEGMENT = 512, 1 << 20, 2 << 20
-LARGE_SEGMENT, MIN_LARGE, LARGE_UNIT = 20 << 20, 10 << 20, 2 << 20
+LARGE_SEGMENT, _MIN_LARGE, LARGE_UNIT = 20 << 20, 10 << 20, 2 << 20
 
 
 class AllocatorReplay(NamedTuple):
@@ -97,7 +97,7 @@ class AllocatorModel:
                 SMALL_SEGMENT
                 if pool.small
                 else LARGE_SEGMENT
-                if size < MIN_LARGE
+                if size < _MIN_LARGE
                 else -(-size // LARGE_UNIT) * LARGE_UNIT
             )
             block = self.segment(self._next_address, segment_size, pool)

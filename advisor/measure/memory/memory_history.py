@@ -13,7 +13,7 @@ from advisor.measure.memory.memory_origin import ROLES, AllocationOrigin, find_o
 
 PHASES = ("", "forward", "backward", "optimizer")
 """Phases of a step, by the allocating code. Empty before the first phase."""
-MIN_EVENTS = 10
+_MIN_EVENTS = 10
 """Minimum number of events of a history that shows how memory is used."""
 
 
@@ -201,7 +201,7 @@ class MemoryHistory:
     @property
     def is_too_short(self) -> bool:
         """Whether there are too few events for a history, so that only the state is known."""
-        return self.count < MIN_EVENTS and self.failed_event is None
+        return self.count < _MIN_EVENTS and self.failed_event is None
 
     @cached_property
     def failed_event(self) -> int | None:

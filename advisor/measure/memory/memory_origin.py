@@ -373,7 +373,7 @@ def _find_peaks(
 # -- a snapshot's modules, by the frames of its allocations
 # -----------------------------------------------
 
-MAX_DEPTH = 64
+_MAX_DEPTH = 64
 """Maximum nesting depth of module calls."""
 
 
@@ -392,7 +392,7 @@ def held_by_module(peak: PeakMemory) -> list[ModuleMemory]:
     for number, total, count in zip(unique.tolist(), sums, counts, strict=True):
         frames = history.snapshot.stacks[number] if number >= 0 else ()
         chain = [entry for entry in reversed(frames) if entry.name == "forward" and entry.line > 0][
-            :MAX_DEPTH
+            :_MAX_DEPTH
         ]
         node, outer = -1, None
         for frame in chain:

@@ -50,12 +50,12 @@ GROWTH_SCHEMA: dict[str, Any] = {
     "bytes": pl.Int64,  # still held, of all steps
     "step_bytes": pl.Float64,  # median per step
 }
-MIN_STEPS = 6
+_MIN_STEPS = 6
 """Minimum number of complete steps for measuring growth."""
 MAX_KEPT_SHARE = 0.25
 """Maximum share of the activations held at the peak if forward passes keep none for a backward
 pass."""
-MIN_STEPS_SHARE = 0.8
+_MIN_STEPS_SHARE = 0.8
 """Minimum share of the steps in which a line left memory behind."""
 
 
@@ -146,7 +146,7 @@ class PeakMemory:
             least=pl.col("size").diff().min(),
         )
         growing = lines.filter(
-            pl.col("steps") >= MIN_STEPS,
+            pl.col("steps") >= _MIN_STEPS,
             pl.col("step") == step.max(initial=0),
             pl.col("least") >= 0,
             pl.col("last") >= 2 * pl.col("first"),
@@ -360,11 +360,11 @@ class PeakMemory:
     @cached_property
     def growth(self) -> pl.DataFrame:
         """Lines that leave memory behind in nearly every step, which is held to the end
-        (GROWTH_SCHEMA), most bytes per step first. Empty if none, or fewer than MIN_STEPS steps."""
+        (GROWTH_SCHEMA), most bytes per step first. Empty if none, or below _MIN_STEPS steps."""
         marks = self.whole_steps
         lives = self.history.block_lifetimes
         empty = pl.DataFrame(schema=GROWTH_SCHEMA)
-        if len(marks) < MIN_STEPS + 2:
+        if len(marks) < _MIN_STEPS + 2:
             return empty
         # the first step makes lasting blocks, the last two hold the blocks of any step
         step_count = len(marks) - 3
@@ -386,7 +386,7 @@ class PeakMemory:
                 pl.col("size").sum().alias("bytes"),
                 pl.col("size").median().alias("step_bytes"),
             )
-            .filter(pl.col("steps") >= MIN_STEPS_SHARE * step_count)
+            .filter(pl.col("steps") >= _MIN_STEPS_SHARE * step_count)
             .sort(-pl.col("step_bytes"), "file", "line", "function")
             .select(*GROWTH_SCHEMA)
             .cast(pl.Schema(GROWTH_SCHEMA))

@@ -278,7 +278,7 @@ def recompute_time(a: Analysis) -> Intervals:
 
 # -- a trace's allocator events as a history -------------------------------------------------------
 
-MAX_DEPTH = 512
+_MAX_DEPTH = 512
 """Maximum number of innermost frames of a stack that are kept."""
 _PYTHON_FRAME = re.compile(r"^(.{1,4096})\((\d{1,9})\): (.{1,1024})$")
 _ENGINE_NODE = re.compile(r"^autograd::engine::evaluate_function: (.{1,1024})$")
@@ -426,7 +426,7 @@ class _StackTable:
         key = (outer, frame)
         if key not in self._by_path:
             self._by_path[key] = len(self.made)
-            self.made.append((frame, *(self.made[outer] if outer >= 0 else ()))[:MAX_DEPTH])
+            self.made.append((frame, *(self.made[outer] if outer >= 0 else ()))[:_MAX_DEPTH])
         return self._by_path[key]
 
     def _frame(self, row: int) -> SnapshotFrame | None:

@@ -20,7 +20,7 @@ MIN_MATCHES_FOR_DRIFT = 12
 """Minimum collectives of a group that distinguish the drift of its clocks from scatter."""
 MAX_DRIFT = 5e-4
 """Maximum drift of a clock: ten times that of a quartz clock. A larger drift counts as none."""
-MAX_ROUNDS = 6
+_MAX_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def align_cells(
         return Clocks(unaligned, np.zeros(ranks), None, reason, 0, is_impossible)
     total = int(is_used.sum())
     shift, drift, spread = unaligned, np.zeros(ranks), unaligned
-    for _ in range(MAX_ROUNDS):  # each round drops impossible rows; usually one round is enough
+    for _ in range(_MAX_ROUNDS):  # each round drops impossible rows; usually one round is enough
         part = _AlignmentPart(rank, first, is_used)
         shift, drift, spread = part.align_ranks(end, ranks, sends)
         if not np.isfinite(spread).any() or not len(part.rows):

@@ -52,12 +52,12 @@ MIN_BROAD_SHARE = 0.08
 distinguishes it."""
 MIN_STAGE_SHARE = 0.05
 """Minimum excess of the longest stage over the mean of the stages, as a share of the step."""
-MAX_EDITS = 64
+_MAX_EDITS = 64
 _COMMUNICATION = Select(on="gpu", family=("communication",))
 _COMPUTE_FAMILIES = tuple(family for family in FAMILIES if family != "communication")
 MIN_EXPLAINED_SHARE = 0.5
 """Minimum own work of a late rank that explains its delay, as a share of the others' wait."""
-MIN_STEPS = 4
+_MIN_STEPS = 4
 """Minimum number of steps that distinguish a moving outlier from a persistent one."""
 MAX_LAST_SHARE = 0.5
 """Maximum share of the steps in which one rank is last for a moving outlier."""
@@ -307,7 +307,7 @@ def find_long_stages(job: JobMeasurements) -> list[Deviation]:
 def find_moving(job: JobMeasurements, blamed_ranks: set[int]) -> list[Deviation]:
     """Find steps that are each delayed by one rank, but by different ranks."""
     work_ns = job.profile.work_ns_by_step
-    if work_ns.shape[1] < MIN_STEPS or job.step_ns <= 0:
+    if work_ns.shape[1] < _MIN_STEPS or job.step_ns <= 0:
         return []
     work_ns = work_ns.copy()
     work_ns[sorted(blamed_ranks)] = np.nan
@@ -315,7 +315,7 @@ def find_moving(job: JobMeasurements, blamed_ranks: set[int]) -> list[Deviation]
     usual = medians_over(work_ns, axis=1)[:, None]
     above = np.stack([group_residuals(column, job.stage) for column in (work_ns - usual).T], axis=1)
     steps = np.flatnonzero(np.isfinite(above).sum(axis=0) >= 4)
-    if len(steps) < MIN_STEPS:
+    if len(steps) < _MIN_STEPS:
         return []
     above = above[:, steps]
     last_ranks = np.nanargmax(np.where(np.isfinite(above), above, -np.inf), axis=0)
@@ -416,7 +416,7 @@ def _chance_of_delay(job: JobMeasurements, place: int) -> float:
     sign = np.where(waits.last_rank == place, 1.0, np.where(waits.last_rank >= 0, -1.0, 0.0))
     delay = np.bincount(step[step >= 0], (waits.mean_wait * sign)[step >= 0])
     delay = delay[np.unique(step[step >= 0])]
-    if len(delay) < MIN_STEPS:
+    if len(delay) < _MIN_STEPS:
         return 1.0
     error = float(delay.std(ddof=1)) / len(delay) ** 0.5
     if error <= 0:
@@ -428,9 +428,9 @@ def _chance_of_delay(job: JobMeasurements, place: int) -> float:
 
 
 def edits_of(job: JobMeasurements, deviation: Deviation) -> list[Edit]:
-    """List the edits that undo a deviation, one per rank (at most MAX_EDITS)."""
+    """List the edits that undo a deviation, one per rank (at most _MAX_EDITS)."""
     result = []
-    for index in deviation.members.rank_indices[:MAX_EDITS]:
+    for index in deviation.members.rank_indices[:_MAX_EDITS]:
         rank, summary = job.topology.ranks[index], job.summaries[index]
         if deviation.slow_device and deviation.device_slowdown:
             kernels = Select(on="gpu", kind=("kernel",), family=_COMPUTE_FAMILIES)

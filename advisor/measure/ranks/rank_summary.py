@@ -32,9 +32,9 @@ from advisor.read.remote.urls import redact_url
 
 MAX_KERNELS = 40
 """Maximum number of kernels compared between ranks, with nearly all time of a step."""
-MAX_STEPS = 2_000
+_MAX_STEPS = 2_000
 """Maximum number of steps with their own figures."""
-MAX_FINDINGS = 60
+_MAX_FINDINGS = 60
 
 
 def summarize_rank(
@@ -49,7 +49,7 @@ def summarize_rank(
     on_device = a.device_id is not None and not a.record_only
     is_complete = on_device and not a.lost_records.has_lost_replays
     path = path or redact_url(meta.path)
-    used = a.steps.used.head(MAX_STEPS)
+    used = a.steps.used.head(_MAX_STEPS)
     return shrink_to_limit(
         RankSummary(
             rank=rank,
@@ -78,8 +78,8 @@ def summarize_rank(
             functions={} if a.run_steps is None else shares_of_functions(a.run_steps.stacks),
             per_step=_pack_steps(a),
             collectives=pack_collectives(a, collective_table(a, used), used),
-            findings=[_shorten_finding(finding) for finding in findings[:MAX_FINDINGS]],
-            details=pack_findings(findings[:MAX_FINDINGS]),
+            findings=[_shorten_finding(finding) for finding in findings[:_MAX_FINDINGS]],
+            details=pack_findings(findings[:_MAX_FINDINGS]),
             damage=_describe_damage(a),
             memory=memory,
         )
@@ -147,11 +147,11 @@ def _key_by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, KernelSummary]
 
 
 def _pack_steps(a: Analysis) -> dict[str, PackedColumns]:
-    used = a.steps.used.head(MAX_STEPS)
+    used = a.steps.used.head(_MAX_STEPS)
     start, end = used["ts"].to_numpy(), used["end"].to_numpy()
     columns: dict[str, Ints]
     if a.device_id is not None:
-        table = a.breakdown.per_step.head(MAX_STEPS)
+        table = a.breakdown.per_step.head(_MAX_STEPS)
         columns = {
             name: table[name].to_numpy() for name in table.columns if name not in ("step", "idle")
         }

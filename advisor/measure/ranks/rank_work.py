@@ -145,7 +145,7 @@ MIN_KERNELS = 5
 """Minimum number of kernels that distinguish a slower device from other inputs."""
 MIN_SLOWER_SHARE = 0.7
 """Minimum share of slower compute time for a slower device: more work affects only some kernels."""
-MIN_FAMILY_SHARE = 0.05
+_MIN_FAMILY_SHARE = 0.05
 """Minimum share of a family of kernels in compute."""
 MIN_COMPARED_SHARE = 0.3
 """Minimum share of compute time in kernels that both sides ran, for comparing kernels."""
@@ -190,7 +190,7 @@ def compare_devices(
     weights, ratios = np.array(compared).T
     order = np.argsort(ratios)
     median_ratio = float(ratios[order][int(np.searchsorted(np.cumsum(weights[order]), total / 2))])
-    min_weight = MIN_FAMILY_SHARE * usual_compute
+    min_weight = _MIN_FAMILY_SHARE * usual_compute
     matrix = [ratio for name, weight, ratio in families if name in MATRIX and weight > min_weight]
     if len(matrix) > 1:
         return DeviceSpeed(min(matrix) >= min_ratio, median_ratio, names)

@@ -215,7 +215,7 @@ CONTENTS_SCHEMA: dict[str, Any] = {
     "leaf_ns": pl.Int64,
     "count": pl.Int64,  # calls of the callee
 }
-MAX_KINDS = 50
+_MAX_KINDS = 50
 MIN_FOLLOWED_SHARE = 0.5
 """Minimum share of a call's time in a call below it for following that call."""
 
@@ -229,7 +229,7 @@ def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     itself (``callee`` = ``frame``). If no user code is recorded inside, it belongs to the outermost
     installed library's frame, or without stacks to the outermost operator. Instants without
     recorded events inside are not in the table. ``ns`` counts only time inside the used steps. Rows
-    are the longest calls of their kind. At most MAX_KINDS kinds are listed, and their times add up
+    are the longest calls of their kind. At most _MAX_KINDS kinds are listed, and their times add up
     to no more than the time of the ranges."""
     cpu = a.trace.cpu
     empty = pl.DataFrame(schema=CONTENTS_SCHEMA)
@@ -267,7 +267,7 @@ def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
         table.group_by("frame_name", "callee_name")
         .agg(pl.col("frame").first(), pl.col("callee"), pl.col("ns").sum())
         .sort("ns", "callee_name", descending=[True, False])
-        .head(MAX_KINDS)
+        .head(_MAX_KINDS)
     )
     result = []
     for row in kinds.iter_rows(named=True):

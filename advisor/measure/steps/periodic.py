@@ -14,7 +14,7 @@ MIN_EXCESS_STEPS, MIN_EXCESS_MADS = 0.5, 5.0
 deviations."""
 MIN_TIMES = 5
 """Minimum number of occurrences that show a period."""
-MIN_REGULAR_SHARE = 0.8
+_MIN_REGULAR_SHARE = 0.8
 """Minimum share of the distances that are one period, or several with profiled steps in between."""
 MAX_MISSED_PERIODS = 4
 MIN_LONG_PERIOD = 8
@@ -103,4 +103,4 @@ def _find_period(rows: Ints) -> int | None:
         return None
     multiples = np.clip(np.rint(gaps / period), 1, MAX_MISSED_PERIODS)
     is_regular = np.abs(gaps - multiples * period) <= int(period >= MIN_LONG_PERIOD)
-    return period if is_regular.mean() >= MIN_REGULAR_SHARE else None
+    return period if is_regular.mean() >= _MIN_REGULAR_SHARE else None

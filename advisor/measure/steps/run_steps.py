@@ -34,13 +34,13 @@ MIN_USED = 5
 """Minimum number of used steps, if a run has more than twice as many steps."""
 MAX_STEPS_APART, MIN_AROUND = 20, 5
 """Maximum distance of unprofiled steps compared with a profiled one; minimum number of them."""
-MIN_FAULT_SHARE = 0.1
+_MIN_FAULT_SHARE = 0.1
 """Minimum share of a step in page faults that a window must end to change the step's length."""
 MIN_SHORTER = 0.05
 """Minimum share by which steps become shorter where a window ends page faults."""
-MIN_SAMPLES = 3
+_MIN_SAMPLES = 3
 """Minimum number of samples for reporting the mean use of the cores."""
-MIN_FORWARD_SHARE = 0.9
+_MIN_FORWARD_SHARE = 0.9
 """Minimum share of steps with a recorded forward for a loop that counts as inference: with fewer,
 unrecorded code (a compiled step) may train."""
 MIN_PROFILED = 2
@@ -48,7 +48,7 @@ MIN_PROFILED = 2
 MIN_CERTAIN_SHARE = 0.5
 """Minimum share of the profiled steps' excess length that exceeds the variation of the steps around
 them in every window. Below it, the overhead cannot be separated from the variation."""
-MIN_STEPS = 5
+_MIN_STEPS = 5
 """Minimum number of steps whose median is a run's step time."""
 MIN_DEVICE_TIMED = 3
 """Minimum number of steps with a recorded device time that represent the others."""
@@ -210,12 +210,12 @@ class RunSteps:
         before = faults.counted.copy()
         before[:FIRST_COMPARED_STEP] = False
         after = self._after_window
-        if before.sum() < MIN_STEPS or not after.any():
+        if before.sum() < _MIN_STEPS or not after.any():
             return none
         usual, next_usual = float(np.median(self.dur[before])), float(np.median(self.dur[after]))
         ended_ns = (faults.per_step - faults.after) * FAULT_NS
         has_changed = next_usual <= (1 - MIN_SHORTER) * usual
-        return before if has_changed and ended_ns >= MIN_FAULT_SHARE * usual else none
+        return before if has_changed and ended_ns >= _MIN_FAULT_SHARE * usual else none
 
     @cached_property
     def saved_by_window(self) -> float | None:
@@ -264,7 +264,7 @@ class RunSteps:
         if any(phases & {"backward", "optimizer"} for phases in kinds):
             return False
         return sum("forward" in phases for phases in kinds) >= max(
-            1, MIN_FORWARD_SHARE * len(kinds)
+            1, _MIN_FORWARD_SHARE * len(kinds)
         )
 
     @cached_property
@@ -322,7 +322,7 @@ class RunSteps:
     @cached_property
     def step_time(self) -> StepTime | None:
         """Step time while nothing is profiled, or ``None`` if not measured, or of too few steps."""
-        min_steps = MIN_DEVICE_TIMED if self.host_is_ahead else MIN_STEPS
+        min_steps = MIN_DEVICE_TIMED if self.host_is_ahead else _MIN_STEPS
         if not self.median or self.count < min_steps:
             return None
         return StepTime(ns=self.median, mean_ns=self.mean or self.median)
@@ -626,9 +626,9 @@ class RunSteps:
     @cached_property
     def run_delay_share(self) -> float | None:
         """Share of the time in which the main thread had work but no core, while steps ran.
-        ``None`` if not sampled, or in fewer than ``MIN_SAMPLES`` samples."""
+        ``None`` if not sampled, or in fewer than ``_MIN_SAMPLES`` samples."""
         increase = self.counter_increase("run_delay")
-        if increase is None or len(self.host("run_delay")) < MIN_SAMPLES:
+        if increase is None or len(self.host("run_delay")) < _MIN_SAMPLES:
             return None
         waited, elapsed = increase
         return min(1.0, max(0.0, waited / elapsed))
@@ -655,7 +655,7 @@ class RunSteps:
         rank = self.rank_record.rank
         if rank.cpus is None or self.used_cores is None:
             return None
-        if len(self.host("process_cpu")) < MIN_SAMPLES:
+        if len(self.host("process_cpu")) < _MIN_SAMPLES:
             return None
         return max(0.0, rank.cpus - self.used_cores - (self.other_programs_cores or 0.0))
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
 
 
-MIN_TIMES_LONGER = 10.0
+_MIN_TIMES_LONGER = 10.0
 """Minimum ratio of a first call to the median of later calls at which it did additional work: first
 calls that only warm caches take two or three times as long."""
 MIN_EXCESS_NS = 1_000_000
 """Minimum excess of a first call, ns: loading a module, searching or compiling takes longer."""
 MAX_BUSY = 0.2
 """Maximum share of the call in which the device works: a call that waits for it is not a cost."""
-MIN_SHARE = 0.05
+_MIN_SHARE = 0.05
 """Minimum share of a call in the analysed time: shorter ones may be slow by chance."""
 MIN_LONE_SHARE = 0.5
 """Minimum share of a single call in the analysed time, if no other step shows that it does not
@@ -53,11 +53,11 @@ def find_one_off_rows(a: Analysis) -> pl.DataFrame:
 
     These are captures of graphs, and intervals in which a thread only loads GPU code, unless the
     steps do so. They also include an operator's first call with given inputs, and a runtime call
-    that is the first of its name or within such an operator, if it took MIN_TIMES_LONGER as long as
-    the median of later calls while the device idled. Of nested operators, the innermost with nearly
-    all of the time is named. A call without a later one may be slow every time. It counts only if
-    it is a compiled function (TorchScript) whose time nothing recorded inside explains, and either
-    other steps do without it or it takes MIN_LONE_SHARE of the analysed time."""
+    that is the first of its name or within such an operator, if it took _MIN_TIMES_LONGER as long
+    as the median of later calls while the device idled. Of nested operators, the innermost with
+    nearly all of the time is named. A call without a later one may be slow every time. It counts
+    only if it is a compiled function (TorchScript) whose time nothing recorded inside explains, and
+    either other steps do without it or it takes MIN_LONE_SHARE of the analysed time."""
     cpu = a.trace.cpu
     if cpu.is_empty() or a.device_id is None:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
@@ -68,7 +68,7 @@ def find_one_off_rows(a: Analysis) -> pl.DataFrame:
     )
     key_columns = ["name", "inputs"]
     long_calls = rows.select("host", "ts", "dur", "thread", "parent", *key_columns).filter(
-        pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+        pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_SHARE * a.span_ns)
     )
     if long_calls.is_empty():
         return captures
@@ -81,12 +81,12 @@ def find_one_off_rows(a: Analysis) -> pl.DataFrame:
         count=pl.len().cast(pl.Int64),
     )
     long_calls = long_calls.join(groups, on=key_columns, nulls_equal=True)
-    min_share = MIN_SHARE if a.steps.used.height > 2 else MIN_LONE_SHARE
+    min_share = _MIN_SHARE if a.steps.used.height > 2 else MIN_LONE_SHARE
     is_lone = (pl.col("count") == 1) & pl.Series(
         _measure_self_time(a, long_calls) >= min_share * a.span_ns
     )
     is_lone &= ~pl.col("name").cast(pl.String).str.contains(NOT_A_FUNCTION)
-    is_slow_first = (pl.col("count") > 2) & (pl.col("dur") > MIN_TIMES_LONGER * pl.col("usual"))
+    is_slow_first = (pl.col("count") > 2) & (pl.col("dur") > _MIN_TIMES_LONGER * pl.col("usual"))
     result = long_calls.filter(
         (pl.col("host") == pl.col("first")) & (is_slow_first.fill_null(False) | is_lone)
     )
@@ -133,7 +133,7 @@ def _find_loading(a: Analysis) -> pl.DataFrame:
         .filter(pl.col("count") > 1)
         .with_columns(dur=pl.col("end") - pl.col("ts"))
     )
-    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_SHARE * a.span_ns)
     loading = loading.filter(
         is_long, pl.Series(covered_length(*_start_and_end(loading), busy_in_recording(a)) == 0)
     )
@@ -174,7 +174,7 @@ def _find_captures(a: Analysis) -> pl.DataFrame:
     steps = a.steps.used.height
     if steps > 2 and int((in_steps > 0).sum()) > steps / 2:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
-    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, MIN_SHARE * a.span_ns)
+    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_SHARE * a.span_ns)
     return captures.filter(is_long).select(
         pl.col("host").cast(pl.Int64),
         pl.lit(CAPTURE).alias("name"),
@@ -211,13 +211,13 @@ def _keep_innermost(result: pl.DataFrame) -> pl.DataFrame:
     return result.filter(pl.Series(is_kept))
 
 
-MIN_STEPS = 4
+_MIN_STEPS = 4
 """Minimum number of steps for halves, so that one unusual step does not represent a half."""
-MIN_SPREAD = 1.3
+_MIN_SPREAD = 1.3
 """Minimum ratio of the longest to the shortest step for comparing the halves."""
-MIN_NAMED_SHARE = 0.15
+_MIN_NAMED_SHARE = 0.15
 """Minimum share of the difference for listing a class or a kind of work."""
-MAX_PARTS = 4
+_MAX_PARTS = 4
 
 
 def compare_halves(a: Analysis) -> StepVariation | None:
@@ -226,10 +226,10 @@ def compare_halves(a: Analysis) -> StepVariation | None:
     thread's time by class, and operators by self time. All classes together would add up to the
     difference."""
     used = a.steps.used
-    if used.height < MIN_STEPS or (a.device_id is None and a.trace.main_thread is None):
+    if used.height < _MIN_STEPS or (a.device_id is None and a.trace.main_thread is None):
         return None
     dur = used["dur"].to_numpy()
-    if dur.max() < MIN_SPREAD * max(int(dur.min()), 1):
+    if dur.max() < _MIN_SPREAD * max(int(dur.min()), 1):
         return None
     order = np.argsort(dur, kind="stable")
     half = len(order) // 2
@@ -338,5 +338,5 @@ def _sum_by_name(
 
 
 def _largest_parts(parts: list[StepVariationPart], difference: float) -> list[StepVariationPart]:
-    shown = [part for part in parts if part.ns >= MIN_NAMED_SHARE * difference]
-    return sorted(shown, key=lambda part: -part.ns)[:MAX_PARTS]
+    shown = [part for part in parts if part.ns >= _MIN_NAMED_SHARE * difference]
+    return sorted(shown, key=lambda part: -part.ns)[:_MAX_PARTS]

@@ -44,7 +44,7 @@ OUTLIER_FACTOR = 1.5
 median absolute deviations away. gpuprof uses 3x for a first step; Hampel's test 3 MAD."""
 OUTLIER_MADS = 5.0
 MIN_KEPT_STEPS = 3
-MAX_PERIOD = 16
+_MAX_PERIOD = 16
 """Maximum distance of recurring long steps, in steps: few ranks have more loader workers."""
 MAX_PERIODIC_RATIO = 2.5
 """Maximum ratio of the longest to the shortest recurring long step."""
@@ -56,7 +56,7 @@ MAX_LEADING_SHARE = 0.01
 PARTIAL_SHARE = 0.25
 """Share of the median below which a last step may be cut off by the recording's end. A first step
 shorter than this share of every other step was cut off by the begin."""
-MIN_WHOLE_SHARE = 0.5
+_MIN_WHOLE_SHARE = 0.5
 """Minimum share of the others' host events in a short last step that was not cut off."""
 
 STEPS_SCHEMA = {
@@ -363,7 +363,7 @@ def _count_optimizers(trace: Trace, marks: pl.DataFrame) -> int:
 
     if np.median(differences(1)) <= SIMILAR_OPERATORS:
         return 1
-    periods = range(2, min(MAX_PERIOD, len(counts) // 2) + 1)
+    periods = range(2, min(_MAX_PERIOD, len(counts) // 2) + 1)
     return next((n for n in periods if differences(n).max() <= SIMILAR_OPERATORS), 1)
 
 
@@ -407,7 +407,7 @@ def _build_steps(
     marked_ns = dur if host_marks is None else end - host_marks["ts"].to_numpy()
     if count > 1 and is_chosen[:-1].any() and marked_ns[-1] < PARTIAL_SHARE * np.median(dur[:-1]):
         events = _count_host_events(trace, marks)
-        is_chosen[-1] = events[-1] >= MIN_WHOLE_SHARE * max(1, np.median(events[:-1]))
+        is_chosen[-1] = events[-1] >= _MIN_WHOLE_SHARE * max(1, np.median(events[:-1]))
     if source in GUESSED_STEP_SOURCES:
         is_complete = np.zeros(count, dtype=bool)
         is_complete[without_fragments(dur >= SIMILAR_TIME * np.median(dur))] = True
@@ -509,7 +509,7 @@ def find_rhythm(long: np.ndarray, dur: np.ndarray) -> int | None:
     distance = np.diff(long)
     mean_distance = float(distance.mean())
     is_even = (
-        2 <= round(mean_distance) <= MAX_PERIOD
+        2 <= round(mean_distance) <= _MAX_PERIOD
         and np.ptp(distance) <= 1
         and long[0] <= mean_distance
         and len(dur) - long[-1] <= mean_distance + 1

@@ -19,12 +19,12 @@ MIN_REPEATS = 3
 """Minimum number of repeats: two may be start and end."""
 MIN_LAUNCHED_SHARE = 0.9
 """Minimum share of the device's time that is launched in a range if it is the step."""
-MIN_SIMILAR_SHARE = 0.9
+_MIN_SIMILAR_SHARE = 0.9
 """Minimum share of work that two periods have in common: some kernels depend on the data."""
 SIMILAR_TIME = 0.8
 """Minimum common share of the time of each kind of work, since clocks change. Collectives are
 excluded: they wait for others."""
-MIN_COVERED_SHARE = 0.8
+_MIN_COVERED_SHARE = 0.8
 """Minimum share of the device's rows in similar periods."""
 MIN_EQUAL_SHARE = 0.98
 """Minimum share of the best period's coverage for an equally good period. The shortest of these is
@@ -133,7 +133,7 @@ def _find_cycle(trace: Trace) -> pl.DataFrame | None:
         rounds = [tuple(codes[low:high]) for low, high in pairwise([*index.tolist(), len(codes)])]
         usual_round, count = Counter(rounds).most_common(1)[0]
         complete_rounds = len(index) if rounds[-1] == usual_round else len(index) - 1
-        if complete_rounds < MIN_REPEATS or count < MIN_SIMILAR_SHARE * complete_rounds:
+        if complete_rounds < MIN_REPEATS or count < _MIN_SIMILAR_SHARE * complete_rounds:
             continue
         if len(usual_round) == 1:
             return result[index[:complete_rounds]].select(
@@ -167,7 +167,7 @@ def _find_sequence(rows: pl.DataFrame, launch_times: Ints) -> pl.DataFrame | Non
             share = _measure_similarity(codes, work, index, len(counts))[0]
             result.append((share, count, -int(index[0]), index))
     best_share = max((item[0] for item in result), default=0.0)
-    if best_share < MIN_COVERED_SHARE:
+    if best_share < _MIN_COVERED_SHARE:
         return None
     *_, index = max(
         (item for item in result if item[0] >= MIN_EQUAL_SHARE * best_share),
@@ -179,7 +179,7 @@ def _find_sequence(rows: pl.DataFrame, launch_times: Ints) -> pl.DataFrame | Non
     starts[-1] = max(int(work_ends[index[-1] :].max()), int(starts[-2]) + 1)
     similar = _measure_similarity(codes, work, index, len(counts))[1]
     pieces = np.diff(np.append(index, len(codes)))
-    steps = without_fragments(similar & (pieces >= MIN_SIMILAR_SHARE * np.median(pieces)))
+    steps = without_fragments(similar & (pieces >= _MIN_SIMILAR_SHARE * np.median(pieces)))
     if len(steps) < MIN_REPEATS:
         return None
     return pl.DataFrame(
@@ -207,12 +207,12 @@ def _measure_similarity(
     cell = (np.searchsorted(at, rows, side="right") - 1) * kinds + codes[rows]
     is_similar = np.ones(len(at), dtype=np.bool_)
     sizes = np.bincount(cell // kinds, minlength=len(at))
-    for weights, share in ((None, MIN_SIMILAR_SHARE), (work[rows], SIMILAR_TIME)):
+    for weights, share in ((None, _MIN_SIMILAR_SHARE), (work[rows], SIMILAR_TIME)):
         table = np.bincount(cell, weights, minlength=len(at) * kinds).reshape(len(at), kinds)
         usual_amounts = np.median(table, axis=0)
         common = np.minimum(table, usual_amounts).sum(axis=1)
         is_similar &= 2 * common >= share * (table.sum(axis=1) + usual_amounts.sum())
-    if int(is_similar.sum()) < max(MIN_REPEATS, MIN_COVERED_SHARE * (len(at) - 1)):
+    if int(is_similar.sum()) < max(MIN_REPEATS, _MIN_COVERED_SHARE * (len(at) - 1)):
         return 0.0, is_similar
     # the end of a period that began before the recording
     before_first = min(int(at[0]), int(np.median(sizes[is_similar])))

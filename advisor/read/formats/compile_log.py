@@ -37,10 +37,10 @@ _RECORD_KEYS = tuple(
 )
 _CAUSE_FIELDS = ("recompilations", "not_compiled", "without_cuda_graphs")
 NAMES = "dedicated_log_torch_trace_*.log"
-MAX_LINE, MAX_PAYLOAD = 1 << 20, 2_000
+_MAX_LINE, MAX_PAYLOAD = 1 << 20, 2_000
 """Maximum number of characters of a record, and of lines of its payload."""
-MAX_FILES, MAX_CAUSES, MAX_TEXT = 1_024, 10_000, 300
-MAX_CODE, MAX_NODES, MAX_LINES = 200_000, 100_000, 20
+_MAX_FILES, _MAX_CAUSES, MAX_TEXT = 1_024, 10_000, 300
+_MAX_CODE, _MAX_NODES, _MAX_LINES = 200_000, 100_000, 20
 """Maximum number of lines of a graph or generated code, nodes of all graphs, and lines per
 kernel."""
 
@@ -91,7 +91,7 @@ _NO_LOG_MESSAGE = "{}: no log of torch.compile; record one with TORCH_TRACE=FOLD
 
 def log_files(path: Path) -> list[Path]:
     """Return a folder's logs by their names, or the file. Raises AdvisorError if there is none."""
-    paths = list(islice(path.glob(NAMES), MAX_FILES)) if path.is_dir() else [path]
+    paths = list(islice(path.glob(NAMES), _MAX_FILES)) if path.is_dir() else [path]
     if not paths:
         raise AdvisorError(_NO_LOG_MESSAGE.format(path))
     return paths
@@ -150,8 +150,10 @@ def _merge_kernels(logs: list[CompileLog]) -> list[FusedKernel]:
         merged = result.get(fused_kernel.name, fused_kernel)
         result[fused_kernel.name] = structs.replace(
             merged,
-            operators=list(dict.fromkeys([*merged.operators, *fused_kernel.operators]))[:MAX_LINES],
-            lines=list(dict.fromkeys([*merged.lines, *fused_kernel.lines]))[:MAX_LINES],
+            operators=list(dict.fromkeys([*merged.operators, *fused_kernel.operators]))[
+                :_MAX_LINES
+            ],
+            lines=list(dict.fromkeys([*merged.lines, *fused_kernel.lines]))[:_MAX_LINES],
         )
     return list(result.values())
 
@@ -215,7 +217,7 @@ class _LogData:
 def _read_log(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
     """Return the log, and the number of records read."""
     log, records = _LogData(), 0
-    for record, payload in _iterate_records(cut_lines(blocks, MAX_LINE), log):
+    for record, payload in _iterate_records(cut_lines(blocks, _MAX_LINE), log):
         records += 1
         number = f"{record.get('frame_id')}/{record.get('frame_compile_id')}"
         if _METRICS_KEY in record:
@@ -226,7 +228,7 @@ def _read_log(blocks: Iterable[bytes]) -> tuple[CompileLog, int]:
             _add_code(log, log.lines.get(number, {}), payload)
         elif (name := _string_or_empty(record["artifact"].get("name"))) == _BREAK_KEY:
             _add_break(log, payload)
-        elif name == _RECOMPILE_KEY and len(log.guards) < MAX_CAUSES:
+        elif name == _RECOMPILE_KEY and len(log.guards) < _MAX_CAUSES:
             log.guards[number] = _find_guard(payload)
     causes = {name: _merge_causes([list(getattr(log, name).values())]) for name in _CAUSE_FIELDS}
     result = CompileLog(
@@ -268,7 +270,7 @@ def _iterate_records(
                 for name in (_METRICS_KEY, "artifact", _GRAPH_KEY, _CODE_KEY)
             )
             limit = (
-                MAX_CODE
+                _MAX_CODE
                 if is_valid and (_GRAPH_KEY in decoded or _CODE_KEY in decoded)
                 else MAX_PAYLOAD
             )
@@ -318,7 +320,7 @@ def _add_break(log: _LogData, payload: list[str]) -> None:
     known_break = log.found.get(key)
     if known_break is not None:
         log.found[key] = structs.replace(known_break, count=known_break.count + 1)
-    elif len(log.found) < MAX_CAUSES:
+    elif len(log.found) < _MAX_CAUSES:
         log.found[key] = graph_break
         log.broken_at[graph_break.file, graph_break.line] = key
         for user_frame in user_frames:
@@ -341,7 +343,7 @@ def _add_graph(log: _LogData, number: str, payload: list[str]) -> None:
                 function=_shorten(function) if resumed is None else _original_function(function),
             )
         elif place is not None and (node := _NODE.match(text)) is not None:
-            if log.nodes >= MAX_NODES:
+            if log.nodes >= _MAX_NODES:
                 return
             log.nodes += node[1] not in lines
             lines[node[1]] = place
@@ -363,16 +365,16 @@ def _add_code(log: _LogData, lines: dict[str, Location], payload: list[str]) -> 
             nodes = operators = []
         elif operators and (kernel := _KERNEL_CALL.match(text)) is not None:
             name = _shorten(kernel[1])
-            if name not in log.kernels and len(log.kernels) >= MAX_CAUSES:
+            if name not in log.kernels and len(log.kernels) >= _MAX_CAUSES:
                 return
             known_kernel = log.kernels.get(name, FusedKernel(name=name, operators=[], lines=[]))
             places = [*known_kernel.lines, *(lines[node] for node in nodes if node in lines)]
             log.kernels[name] = structs.replace(
                 known_kernel,
                 operators=list(dict.fromkeys([*known_kernel.operators, *map(_shorten, operators)]))[
-                    :MAX_LINES
+                    :_MAX_LINES
                 ],
-                lines=list(dict.fromkeys(places))[:MAX_LINES],
+                lines=list(dict.fromkeys(places))[:_MAX_LINES],
             )
             nodes = operators = []
 
@@ -401,7 +403,7 @@ def _add_compilation(log: _LogData, metrics: dict[str, Any]) -> None:
     )
     if place[0] is None:
         place = log.places.get(frame, place)
-    elif len(log.places) < MAX_CAUSES:
+    elif len(log.places) < _MAX_CAUSES:
         log.places[frame] = place
     microseconds, seconds = metrics.get("duration_us"), metrics.get("entire_frame_compile_time_s")
     ns = (
@@ -438,7 +440,7 @@ def _add_cause(
 ) -> None:
     function, file, line = place
     known_cause = causes.get((place, reason))
-    if known_cause is None and len(causes) >= MAX_CAUSES:
+    if known_cause is None and len(causes) >= _MAX_CAUSES:
         return
     causes[place, reason] = CompileCause(
         function=function,

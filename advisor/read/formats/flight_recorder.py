@@ -25,9 +25,9 @@ from advisor.read.source import ByteSource
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
 
-MAX_BYTES = 256 << 20
-MAX_CALLS, MAX_FRAMES, MAX_TENSORS, MAX_GROUPS = 100_000, 256, 64, 4_096
-MAX_TEXT, MAX_RANK = 300, 1 << 20
+_MAX_BYTES = 256 << 20
+_MAX_CALLS, _MAX_FRAMES, _MAX_TENSORS, _MAX_GROUPS = 100_000, 256, 64, 4_096
+_MAX_TEXT, MAX_RANK = 300, 1 << 20
 _JSON_START = re.compile(
     rb'\s*\{\s*"(?:comm_lib_version|entries|nccl_comm_state|pg_config|version)"\s*:'
 )
@@ -60,7 +60,7 @@ class FlightRecorderReader(Reader):
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         from advisor.core.trace import blank_trace
 
-        dump = _read_dump(source, min(MAX_BYTES, options.max_bytes))
+        dump = _read_dump(source, min(_MAX_BYTES, options.max_bytes))
         return blank_trace(
             source.path,
             dump.rank,
@@ -91,9 +91,9 @@ def _read_dump(source: ByteSource, limit: int) -> FlightDump:
         raise AdvisorError(f"{path}: not a flight-recorder dump, which has 'entries'")
     members = {
         _bounded_text(name): _parse_ranks(_to_dict(group).get("ranks"))
-        for name, group in islice(_to_dict(top.get("pg_config")).items(), MAX_GROUPS)
+        for name, group in islice(_to_dict(top.get("pg_config")).items(), _MAX_GROUPS)
     }
-    calls = [_read_call(_to_dict(entry)) for entry in entries[-MAX_CALLS:]]
+    calls = [_read_call(_to_dict(entry)) for entry in entries[-_MAX_CALLS:]]
     number = _FINAL_NUMBER.search(Path(path).name.partition(".")[0])
     rank = rank_in(Path(path).name)
     if rank is None and number is not None:
@@ -133,7 +133,7 @@ def _read_call(entry: dict[str, Any]) -> FlightCall | None:
 def _find_location(frames: Any) -> Location | None:
     """Return the innermost frame outside of libraries, else the innermost frame."""
     innermost = None
-    for value in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
+    for value in frames[:_MAX_FRAMES] if isinstance(frames, list) else ():
         frame = _to_dict(value)
         file = _bounded_text(frame.get("filename"))
         if not file:
@@ -170,7 +170,7 @@ def _parse_ranks(value: Any) -> tuple[int, ...]:
 
 
 def _bounded_list(value: Any) -> list[Any]:
-    return list(value[:MAX_TENSORS]) if isinstance(value, list | tuple) else []
+    return list(value[:_MAX_TENSORS]) if isinstance(value, list | tuple) else []
 
 
 def _valid_integer(value: Any) -> int | None:
@@ -178,4 +178,4 @@ def _valid_integer(value: Any) -> int | None:
 
 
 def _bounded_text(value: Any) -> str:
-    return value[:MAX_TEXT] if isinstance(value, str) else ""
+    return value[:_MAX_TEXT] if isinstance(value, str) else ""

@@ -21,8 +21,8 @@ from advisor.read.source import ByteSource
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
 
-MAX_BYTES = 1 << 30
-MAX_LINE, MAX_NAMES, MAX_PAIRS, MAX_GPUS = 4_096, 64, 65_536, 64
+_MAX_BYTES = 1 << 30
+_MAX_LINE, _MAX_NAMES, _MAX_PAIRS, _MAX_GPUS = 4_096, 64, 65_536, 64
 _LINE = re.compile(
     rb"(?<![\w.-])([\w.-]{1,255}):(\d{1,10}):\d{1,10} \[\d{1,4}\] (?:[\w./-]{1,200}:\d{1,6} )?"
     rb"NCCL (INFO|WARN) ([^\r\n]+)"
@@ -87,10 +87,10 @@ class NetworkLogReader(Reader):
         from advisor.core.trace import blank_trace
 
         facts = _LogFacts()
-        for line in cut_lines(source.blocks(), MAX_LINE):
+        for line in cut_lines(source.blocks(), _MAX_LINE):
             facts.add(line)
-            if source.bytes_read > MAX_BYTES:
-                raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
+            if source.bytes_read > _MAX_BYTES:
+                raise AdvisorError(f"{source.path}: a log of more than {_MAX_BYTES >> 20} MiB")
         if not (facts.lines or facts.gpus):
             raise AdvisorError(f"{source.path}: no line of NCCL and no topology in it")
         bytes_read = source.bytes_read
@@ -112,11 +112,11 @@ def merged_networks(logs: list[NetworkLog]) -> NetworkLog:
             total: Counter[str] = Counter()
             for value in values:
                 total.update(value)
-            fields[name] = dict(total.most_common(MAX_NAMES))
+            fields[name] = dict(total.most_common(_MAX_NAMES))
         elif name == "settings":
             fields[name] = {key: text for value in values for key, text in value.items()}
         elif isinstance(values[0], list):
-            fields[name] = list(dict.fromkeys(item for v in values for item in v))[:MAX_NAMES]
+            fields[name] = list(dict.fromkeys(item for v in values for item in v))[:_MAX_NAMES]
         else:
             fields[name] = _merge_values(name, [value for value in values if value is not None])
     return NetworkLog(**fields)
@@ -166,7 +166,7 @@ class _LogFacts:
             return
         self.lines += 1
         host, process = line[1].decode(), f"{line[1].decode()}:{line[2].decode()}"
-        if len(self.hosts) < MAX_PAIRS:
+        if len(self.hosts) < _MAX_PAIRS:
             self.hosts[host]
         text = line[4].decode("utf-8", "replace").strip()
         if line[3] == b"WARN":
@@ -201,7 +201,7 @@ class _LogFacts:
 
     def _add_setting(self, text: str, host: str, process: str) -> None:
         match = _SETTING.search(text)
-        if match is not None and len(self.settings) < MAX_NAMES:
+        if match is not None and len(self.settings) < _MAX_NAMES:
             self.settings[match[1]] = _shorten(clean_value(match[2]).rstrip(". "))
 
     def _add_communicator(self, text: str, host: str, process: str) -> None:
@@ -211,7 +211,7 @@ class _LogFacts:
                 self.values["node_ranks"] = int(nodes[2])
         if (match := _COMM.search(text)) is not None:
             self._set_ranks(int(match[2]))
-            if int(match[2]) == self.values["ranks"] and len(self.hosts[host]) < MAX_PAIRS:
+            if int(match[2]) == self.values["ranks"] and len(self.hosts[host]) < _MAX_PAIRS:
                 self.hosts[host].add(match[1])
 
     def _set_ranks(self, ranks: int) -> None:
@@ -259,7 +259,7 @@ class _LogFacts:
             self.values["ring"] = f"{match[4]}/{match[5]}"
 
     def _add_nic(self, text: str, host: str, process: str) -> None:
-        if (match := _NIC.search(text)) is not None and len(self.adapters) < MAX_NAMES:
+        if (match := _NIC.search(text)) is not None and len(self.adapters) < _MAX_NAMES:
             self.adapters[match[1]] = _to_float(match[2])
 
     def _add_algorithm(self, text: str, host: str, process: str) -> None:
@@ -282,7 +282,7 @@ class _LogFacts:
         words = text.split()
         if (words[:1] == ["GPU0"] and words[1:2] in ([], ["GPU1"])) or words[:2] == ["GPU0", "CPU"]:
             columns = [word for word in words if _COLUMN.fullmatch(word)]
-            self.columns = columns[: 2 * MAX_GPUS] if words[:2] != ["GPU0", "X"] else self.columns
+            self.columns = columns[: 2 * _MAX_GPUS] if words[:2] != ["GPU0", "X"] else self.columns
             return
         if not words or words[0] not in self.columns or not words[0].startswith("GPU"):
             return
@@ -292,7 +292,7 @@ class _LogFacts:
             for target, link in links.items()
             if re.fullmatch(r"[A-Z]{2,5}\d{0,3}", link)
         }
-        if known_links and len(self.gpus) < MAX_GPUS:
+        if known_links and len(self.gpus) < _MAX_GPUS:
             self.gpus.setdefault(words[0], {}).update(known_links)
 
     def log(self) -> NetworkLog:
@@ -310,7 +310,7 @@ class _LogFacts:
         largest_host = max((len(ranks) for ranks in self.hosts.values()), default=0)
         fields: dict[str, Any] = {"node_ranks": largest_host or None, **self.values}
         fields |= {
-            name: dict(counts.most_common(MAX_NAMES)) for name, counts in self.counts.items()
+            name: dict(counts.most_common(_MAX_NAMES)) for name, counts in self.counts.items()
         }
         fields |= {name: list(counts) for name, counts in self.names.items()}
         return NetworkLog(
@@ -328,7 +328,7 @@ class _LogFacts:
 
     def _is_first(self, fact: str, process: str) -> bool:
         """Return whether a process logs a fact for the first time."""
-        is_new = (fact, process) not in self.seen and len(self.seen) < MAX_PAIRS
+        is_new = (fact, process) not in self.seen and len(self.seen) < _MAX_PAIRS
         if is_new:
             self.seen.add((fact, process))
         return is_new
@@ -338,12 +338,12 @@ class _LogFacts:
 
     def _count_text(self, name: str, key: str) -> None:
         counter = self.counts[name]
-        if key in counter or len(counter) < MAX_NAMES:
+        if key in counter or len(counter) < _MAX_NAMES:
             counter[_shorten(key)] += 1
 
     @staticmethod
     def _add_name(names: dict[str, None], name: str) -> None:
-        if len(names) < MAX_NAMES:
+        if len(names) < _MAX_NAMES:
             names[name] = None
 
 

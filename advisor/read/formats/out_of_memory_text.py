@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from advisor.core.snapshot import MemorySnapshot, OutOfMemoryText
     from advisor.core.trace import Trace
 
-MAX_BYTES = 256 << 20
+_MAX_BYTES = 256 << 20
 _EXCEPTION_START = re.compile(r"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate ")
 _SIZE = r"(\d{1,12}(?:\.\d{1,6})?) (bytes|[KMGT]iB)"
 _UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
@@ -53,8 +53,8 @@ class OutOfMemoryTextReader(Reader):
         bytes_seen, text, beginning = 0, "", source.beginning()
         for block in source.blocks():
             bytes_seen += len(block)
-            if bytes_seen > min(options.max_bytes, MAX_BYTES):
-                raise AdvisorError(f"{source.path}: a log of more than {MAX_BYTES >> 20} MiB")
+            if bytes_seen > min(options.max_bytes, _MAX_BYTES):
+                raise AdvisorError(f"{source.path}: a log of more than {_MAX_BYTES >> 20} MiB")
             text = (text + block.decode("utf-8", "replace"))[-(1 << 22) :]
         snapshot = of_exception(text, source.path)
         if snapshot is None:

@@ -16,10 +16,10 @@ from advisor.core.finding import HotLine
 MAX_BYTES = 16 << 20
 """Maximum size of a profile, bytes. Without stacks it has about 60 KB, with stacks some MB. A
 malicious file takes thirty times its size once decoded."""
-MAX_LINES = 20
-MIN_SHARE = 0.01
+_MAX_LINES = 20
+_MIN_SHARE = 0.01
 """Minimum share of the samples for a line. Lines below it have only a few samples."""
-MAX_TEXT = 200
+_MAX_TEXT = 200
 
 _TRAINING_LOOP = re.compile(r"\.backward\(|\.step\(\s*\)|\bfor\b.+\bin\b.+(?:loader|enumerate\()")
 
@@ -69,7 +69,7 @@ def read_scalene(path: str | Path) -> list[HotLine]:
     result = [
         line for name, file_ in profile.files.items() for line in _find_hot_lines(name, file_)
     ]
-    return sorted(result, key=lambda line: -line.share)[:MAX_LINES]
+    return sorted(result, key=lambda line: -line.share)[:_MAX_LINES]
 
 
 def _find_hot_lines(name: str, file: _ScaleneFile) -> list[HotLine]:
@@ -92,14 +92,14 @@ def _find_hot_lines(name: str, file: _ScaleneFile) -> list[HotLine]:
         runs_once = not in_loop and (
             not line.start_function_line or line.start_function_line in training_functions
         )
-        if python + native + system < MIN_SHARE or runs_once or line.lineno < 1:
+        if python + native + system < _MIN_SHARE or runs_once or line.lineno < 1:
             continue
         result.append(
             HotLine(
                 file=name[:4096],
                 line=line.lineno,
-                text=line.line.strip()[:MAX_TEXT],
-                function=function_names.get(line.start_function_line, "")[:MAX_TEXT] or None,
+                text=line.line.strip()[:_MAX_TEXT],
+                function=function_names.get(line.start_function_line, "")[:_MAX_TEXT] or None,
                 share=python + native + system,
                 python=python,
                 native=native,

@@ -14,8 +14,8 @@ from advisor.read.source import ByteSource
 if TYPE_CHECKING:
     from advisor.core.trace import Device, Trace
 
-MAX_BYTES = 64 << 20
-MAX_LAYERS = 5_000
+_MAX_BYTES = 64 << 20
+_MAX_LAYERS = 5_000
 """Maximum number of layers."""
 _PROFILE_START = re.compile(rb'\s*\[\s*\{\s*"count"\s*:.{0,4000}"averageMs"', re.DOTALL)
 _LAYERS_START = re.compile(rb'\s*\{\s*"Layers"\s*:\s*\[')
@@ -68,7 +68,7 @@ class TensorRTReader(Reader):
         layers = dict(_read_layers(source.path))
         rows: list[dict[str, Any]] = []
         start_ns = 0
-        for layer in profile[: MAX_LAYERS + 1]:
+        for layer in profile[: _MAX_LAYERS + 1]:
             name, ms = (
                 (layer.get("name"), layer.get("averageMs")) if type(layer) is dict else (0, 0)
             )
@@ -96,8 +96,8 @@ class TensorRTReader(Reader):
 
 
 def _read_bytes(source: ByteSource, options: ReadOptions) -> bytes:
-    max_bytes = min(MAX_BYTES, options.max_bytes)
-    return source.read_all(max_bytes, f"larger than {MAX_BYTES >> 20} MiB")
+    max_bytes = min(_MAX_BYTES, options.max_bytes)
+    return source.read_all(max_bytes, f"larger than {_MAX_BYTES >> 20} MiB")
 
 
 def _decode_json(data: bytes, path: str) -> Any:
@@ -117,7 +117,7 @@ def _read_companion(path: str, part: str) -> Any:
         return None
     try:
         return _decode_json(
-            _read_bytes(ByteSource(str(companion), limit=MAX_BYTES), ReadOptions()), str(companion)
+            _read_bytes(ByteSource(str(companion), limit=_MAX_BYTES), ReadOptions()), str(companion)
         )
     except AdvisorError:
         return None
@@ -128,7 +128,7 @@ def _read_layers(path: str) -> list[tuple[str, dict[str, Any]]]:
         companion = _read_companion(path, part)
         layers = companion.get("Layers") if type(companion) is dict else None
         if type(layers) is list:
-            dicts = [layer for layer in layers[:MAX_LAYERS] if type(layer) is dict]
+            dicts = [layer for layer in layers[:_MAX_LAYERS] if type(layer) is dict]
             return [(layer["Name"], layer) for layer in dicts if type(layer.get("Name")) is str]
     return []
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.core.intervals import Ints
     from advisor.read.formats.xplane.xspace import Events, Plane, XLine
 
-MAX_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 """Maximum size of a file, bytes. The profiler writes up to a million events, about 200 MB."""
 
 _PLANE_NAME = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
@@ -61,7 +61,7 @@ class XlaTimelineReader(XPlaneReader):
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
         """Read the whole file, whose size is bounded."""
         advice = "longer than any such timeline; give .xplane.pb"
-        events, broken = _decode_events(source.read_all(MAX_BYTES, advice), source)
+        events, broken = _decode_events(source.read_all(_MAX_BYTES, advice), source)
         return space_to_trace(_build_space(events, broken), source)
 
 

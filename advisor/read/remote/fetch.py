@@ -29,7 +29,7 @@ from advisor.read.source import decimal_size
 
 BLOCK = 4 << 20
 """Number of bytes requested at a time. Only one block of a file is in memory."""
-MAX_BYTES = 64 << 30
+_MAX_BYTES = 64 << 30
 """Maximum size of a file, bytes."""
 
 
@@ -38,7 +38,7 @@ def open_locally(
     source: RemoteFile,
     *,
     folder: str | Path | None = None,
-    max_bytes: int = MAX_BYTES,
+    max_bytes: int = _MAX_BYTES,
     timeout: float | None = None,
     progress: Callable[[str, int], None] | None = None,
     check: Callable[[bytes, str], None] | None = None,

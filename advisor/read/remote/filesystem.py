@@ -122,7 +122,7 @@ _CREDENTIAL_ERRORS = frozenset(
     """NoCredentialsError PartialCredentialsError CredentialRetrievalError ProfileNotFound
     TokenRetrievalError DefaultCredentialsError RefreshError ClientAuthenticationError""".split()
 )
-MAX_CAUSES = 10
+_MAX_CAUSES = 10
 """Maximum number of causes examined in an error's chain."""
 
 
@@ -195,7 +195,7 @@ def _login_advice(place: str) -> str:
 def _iterate_causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and the errors that caused it."""
     cause: BaseException | None = error
-    for _ in range(MAX_CAUSES):
+    for _ in range(_MAX_CAUSES):
         if cause is None:
             return
         yield cause

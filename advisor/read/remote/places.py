@@ -10,9 +10,9 @@ from advisor.read.remote import archives
 from advisor.read.remote.filesystem import file_system, retry
 from advisor.read.remote.urls import RemoteFile, is_web, rank_in, redact_url
 
-MAX_LISTED = 200_000
+_MAX_LISTED = 200_000
 """Maximum number of files below a folder."""
-MAX_FOLDERS, MAX_DEPTH = 2_000, 8
+_MAX_FOLDERS, _MAX_DEPTH = 2_000, 8
 """Maximum number and depth of a web server's index pages that are read."""
 LISTING = 300.0
 """Timeout of a listing in s."""
@@ -73,9 +73,9 @@ def _relative_sizes(listed: dict[str, Any], root: str) -> dict[str, int | None]:
 
 def _select_files(url: str, sizes: dict[str, int | None], choose: Choose) -> list[RemoteFile]:
     """Return the selected files below a folder's URL."""
-    if len(sizes) > MAX_LISTED:
+    if len(sizes) > _MAX_LISTED:
         raise AdvisorError(
-            f"{redact_url(url)}: more than {MAX_LISTED:,} files; give a folder with fewer"
+            f"{redact_url(url)}: more than {_MAX_LISTED:,} files; give a folder with fewer"
         )
     prefix, path_url, suffix = _split_chain(url)
     selected = sorted(choose([name for name in sizes if not _is_hidden(name)]))
@@ -161,7 +161,7 @@ def _list_web_pages(system: Any, url: str, depth: int | None = None) -> dict[str
     result: dict[str, int | None] = {}
     visited = {url}
     folders = [url]
-    for _ in range(MAX_DEPTH + 1 if depth is None else min(depth, MAX_DEPTH) + 1):
+    for _ in range(_MAX_DEPTH + 1 if depth is None else min(depth, _MAX_DEPTH) + 1):
         subfolders: list[str] = []
         for folder in folders:
             for name, is_folder in _iterate_links(system, folder):
@@ -169,10 +169,10 @@ def _list_web_pages(system: Any, url: str, depth: int | None = None) -> dict[str
                     continue
                 if not is_folder:
                     result[name[len(url) :]] = None
-                elif name not in visited and len(visited) < MAX_FOLDERS:
+                elif name not in visited and len(visited) < _MAX_FOLDERS:
                     visited.add(name)
                     subfolders.append(name)
-            if len(result) > MAX_LISTED:
+            if len(result) > _MAX_LISTED:
                 return result
         folders = subfolders
     return result

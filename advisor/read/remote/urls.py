@@ -14,7 +14,7 @@ WEB = ("http", "https")
 LONGEST_URL = 8192
 LONGEST_NAME = 120
 """Maximum length of a local file's name. The last characters are kept."""
-MAX_RANGES = 4096
+_MAX_RANGES = 4096
 
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]{1,30}::){0,8}[A-Za-z][A-Za-z0-9+.-]{1,30}://")
 """Pattern of a URL. A scheme has at least two letters, because ``C://`` is a drive."""
@@ -98,8 +98,8 @@ class RankFilter:
         self.text = text
         self._ranges: list[range] = []
         parts = text.split(",")
-        if len(parts) > MAX_RANGES:
-            raise AdvisorError(f"--ranks: more than {MAX_RANGES:,} ranges")
+        if len(parts) > _MAX_RANGES:
+            raise AdvisorError(f"--ranks: more than {_MAX_RANGES:,} ranges")
         for part in parts:
             match = _RANGE.fullmatch(part.strip())
             first = int(match[1]) if match else 0

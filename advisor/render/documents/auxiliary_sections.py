@@ -25,7 +25,7 @@ from advisor.measure.comm.flight_recorder import describe_call, of_ranks
 from advisor.measure.device.kernel_profiles import label_kernels
 from advisor.render import document as d
 
-MAX_ROWS: Final = 12
+_MAX_ROWS: Final = 12
 
 
 def build_compilation(log: CompileLog | None, report: Report | None = None) -> Iterator[d.Block]:
@@ -47,8 +47,8 @@ def build_compilation(log: CompileLog | None, report: Report | None = None) -> I
         ),
     ):
         if rows:
-            more = len(rows) - MAX_ROWS
-            shown = rows[:MAX_ROWS]
+            more = len(rows) - _MAX_ROWS
+            shown = rows[:_MAX_ROWS]
             if more > 0:
                 shown.append(d.Span(f"{more:,} more; JSON has all", "soft"))
             lists.append(d.Items(shown, "∙", f"{title} ({len(rows)})"))
@@ -132,14 +132,14 @@ def _describe_cause(item: CompileCause) -> d.Inline:
     return (d.Span(place, "code"), f"{inside}{count}{time}: {item.reason}")
 
 
-MAX_KERNELS: Final = 50
-MAX_SHORT: Final = 10
+_MAX_KERNELS: Final = 50
+_MAX_SHORT: Final = 10
 MAX_ADVICE: Final = 4
-MAX_MESSAGE: Final = 240
+_MAX_MESSAGE: Final = 240
 """Maximum length of a profiler message, characters. Further sentences are left out."""
-MAX_LINES: Final = 3
+_MAX_LINES: Final = 3
 """Maximum number of hot lines listed for a kernel."""
-MIN_SHARE: Final = 0.05
+_MIN_SHARE: Final = 0.05
 """Minimum share of a kernel's samples at which a line is listed."""
 
 
@@ -158,7 +158,7 @@ def kernel_tables(report: Report) -> list[d.Section]:
     views = [view for view in views if view.step_ns is not None] if traced else views
     short = label_kernels(view.short for view in report.kernel_counters)
     several = any(view.profiled > 1 for view in views)
-    rows = [_build_row(view, short[view.short], traced, several) for view in views[:MAX_KERNELS]]
+    rows = [_build_row(view, short[view.short], traced, several) for view in views[:_MAX_KERNELS]]
     head = [name for name in rows[0] if any(row[name] for row in rows)]
     cells = [[row[name] or t.NOT_MEASURED for name in head] for row in rows]
     last = (len(head) - 1,) if head[-1] == "occupancy" else ()
@@ -177,9 +177,9 @@ def kernel_tables(report: Report) -> list[d.Section]:
             _name_stall(each.stall),
             labels.shorten(short[view.short], 16),
         ]
-        for view in views[:MAX_SHORT]
-        for each in view.lines[:MAX_LINES]
-        if each.share >= MIN_SHARE
+        for view in views[:_MAX_SHORT]
+        for each in view.lines[:_MAX_LINES]
+        if each.share >= _MIN_SHARE
     ]
     if sampled:
         grid = d.Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")
@@ -255,7 +255,7 @@ def _first_sentences(text: str) -> str:
     plain, estimate, number = BOILERPLATE.sub("", text).partition(" (estimated:")
     kept = ""
     for sentence in re.split(r"(?<=[.!])\s+(?=[A-Z])", plain):
-        if kept and len(kept) + len(sentence) > MAX_MESSAGE:
+        if kept and len(kept) + len(sentence) > _MAX_MESSAGE:
             break
         kept += f" {sentence}" if kept else sentence
     return f"{kept}{estimate}{number}"
@@ -274,7 +274,7 @@ def _build_triton_table(report: Report) -> list[d.Section]:
     head[1:1] = ["per step"] if timed else []
     head += ["target"] if len(targets) > 1 else []
     head += ["occupancy"]
-    rows = [_triton_row(view, head) for view in shown[:MAX_KERNELS]]
+    rows = [_triton_row(view, head) for view in shown[:_MAX_KERNELS]]
     absence = _describe_absence(report, len(views) - len(timed), len(views))
     aside = " · ".join(filter(None, [absence, *(targets if len(targets) == 1 else [])]))
     grid = _build_grid(head, rows, "l" + "r" * (len(head) - 2) + "l", optional=(len(head) - 1,))
@@ -283,7 +283,7 @@ def _build_triton_table(report: Report) -> list[d.Section]:
             labels.shorten(view.name, 34),
             f"{t.shorten_path(view.file, 42)}:{view.line}",
         ]
-        for view in shown[:MAX_KERNELS]
+        for view in shown[:_MAX_KERNELS]
         if view.file is not None
     }
     blocks: list[d.Block] = [grid]
@@ -306,9 +306,9 @@ def _build_grid(
     head: list[str], rows: list[list[str]], align: str, optional: tuple[int, ...] = ()
 ) -> d.Grid:
     """Build a table that keeps its first rows if space is short."""
-    more = t.count_noun(len(rows) - MAX_SHORT, f"more {head[0]}")
+    more = t.count_noun(len(rows) - _MAX_SHORT, f"more {head[0]}")
     return d.Grid(
-        head, rows, short=rows[:MAX_SHORT], omitted_note=more, align=align, optional=optional
+        head, rows, short=rows[:_MAX_SHORT], omitted_note=more, align=align, optional=optional
     )
 
 
@@ -392,7 +392,7 @@ def counter_command(report: Report) -> list[d.Section]:
     ]
 
 
-MAX_CALLS: Final = 12
+_MAX_CALLS: Final = 12
 
 
 def build_flight_record(record: FlightRecord | None) -> Iterator[d.Block]:
@@ -410,7 +410,7 @@ def build_flight_record(record: FlightRecord | None) -> Iterator[d.Block]:
         rows += [_describe_call(each, "last call of ") for each in problem.last]
         first = problem.calls[0]
         title = f"{labels.clean(first.operation)} {first.sequence} of {labels.clean(first.group)}"
-        blocks.append(d.Items(rows[:MAX_CALLS], "∙", f"{title}: {problem.kind}"))
+        blocks.append(d.Items(rows[:_MAX_CALLS], "∙", f"{title}: {problem.kind}"))
     yield d.Section("Collectives (flight recorder)", blocks)
 
 
@@ -450,7 +450,7 @@ def build_network_path(log: NetworkLog | None) -> Iterator[d.Block]:
         "chosen": _count_items(log.algorithms),
         "links": _count_items(log.gpu_links),
         "adapters": [", ".join(log.nics), *near],
-        "settings": [f"{name}={value}" for name, value in log.settings.items()][:MAX_CALLS],
+        "settings": [f"{name}={value}" for name, value in log.settings.items()][:_MAX_CALLS],
         "warnings": [f"{text} ({count}×)" for text, count in log.warnings.items()][:3],
     }
     rows = [
@@ -462,4 +462,4 @@ def build_network_path(log: NetworkLog | None) -> Iterator[d.Block]:
 
 
 def _count_items(counts: dict[str, int]) -> list[str]:
-    return [f"{name} {count:,}" for name, count in list(counts.items())[:MAX_CALLS]]
+    return [f"{name} {count:,}" for name, count in list(counts.items())[:_MAX_CALLS]]

@@ -13,7 +13,7 @@ from advisor.core.text import count_noun, format_value
 from advisor.render import document as d
 from advisor.render.figures import ComparedBars
 
-MAX_LINES: Final = 12
+_MAX_LINES: Final = 12
 """Maximum number of source lines in the table of memory, and of layers."""
 _STYLE: Final = {"slower": "bold red", "faster": "bold green"}
 
@@ -54,12 +54,12 @@ def build(comparison: Comparison, options: d.RenderOptions = d.DEFAULT) -> d.Doc
             *_build_table(
                 "Layers",
                 "own time, most changed",
-                comparison_text.figures_of(c, ["layers"])[:MAX_LINES],
+                comparison_text.figures_of(c, ["layers"])[:_MAX_LINES],
             ),
-            *_build_table("Memory by layer", "kept by its calls", kept[:MAX_LINES]),
+            *_build_table("Memory by layer", "kept by its calls", kept[:_MAX_LINES]),
             *_build_table("Memory at the peak", "", comparison_text.figures_of(c, ["memory"])),
             *_build_table(
-                "Memory by line", "", comparison_text.figures_of(c, ["memory by line"])[:MAX_LINES]
+                "Memory by line", "", comparison_text.figures_of(c, ["memory by line"])[:_MAX_LINES]
             ),
             *_build_findings(c),
             *predicted_gain(c),

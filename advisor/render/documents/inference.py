@@ -11,7 +11,7 @@ from advisor.measure.inference.annotations import NO_CACHE
 from advisor.render.document import Block, FieldList, Grid, Paragraph, Section, TextField
 
 MAX_ROLES: Final = 6
-MAX_NAME: Final = 40
+_MAX_NAME: Final = 40
 """Maximum length of a phase's name, characters. It may be the class of a model."""
 COLUMN_TITLES: Final = (
     "phase", "steps", "batch", "tokens", "step", "per token", "tokens/s", "busy", "limit",
@@ -79,7 +79,7 @@ def build_row(phase: InferencePhase) -> list[str]:
         share = "" if phase.limit_inferred else t.format_share(phase.limit_share)
         limit = f"{phase.limit}?" if phase.limit_inferred else f"{phase.limit} {share}"
     return [
-        labels.shorten(labels.clean(phase.name), MAX_NAME), f"{phase.steps:,}",
+        labels.shorten(labels.clean(phase.name), _MAX_NAME), f"{phase.steps:,}",
         _format_count(phase.requests), _format_count(phase.tokens), t.format_duration(phase.ns),
         t.format_cell(phase.ns_per_token, t.format_duration), _format_count(phase.tokens_per_s),
         t.format_cell(phase.busy_share, t.format_share), limit,
@@ -110,7 +110,7 @@ def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bo
     """List the lines below the table: label, parts, and whether it is a detail."""
     result: list[tuple[str, list[str], bool]] = []
     for phase in inference.phases:
-        own = labels.shorten(labels.clean(phase.name), MAX_NAME)
+        own = labels.shorten(labels.clean(phase.name), _MAX_NAME)
         busy = (phase.busy_share or 0.0) * phase.ns
         if phase.attainable_ns is not None and phase.attainable_ns < busy:
             known = f"{t.format_share(phase.known_share)} of the kernel time could be compared"

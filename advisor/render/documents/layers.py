@@ -14,9 +14,9 @@ from advisor.core.trace import CUDA, JAX, TENSORFLOW
 from advisor.render import document as d
 from advisor.render.documents import memory
 
-MAX_ROWS: Final = 30
-MAX_KINDS: Final = 10
-MAX_DEPTH: Final = 6
+_MAX_ROWS: Final = 30
+_MAX_KINDS: Final = 10
+_MAX_DEPTH: Final = 6
 """Maximum depth of nested modules in the tree."""
 
 
@@ -38,7 +38,7 @@ def _build_memory(report: Report, top: int | None) -> list[d.Section]:
         return []
     view = report.memory[0]
     when = "when it ran out" if view.at == "out of memory" else f"at its {view.at}"
-    table = memory.modules(view, MAX_ROWS if top is None else top)
+    table = memory.modules(view, _MAX_ROWS if top is None else top)
     name = f"GPU {view.device}" if view.device >= 0 else "the host"
     note = "Modules that are called from the same line are one."
     return [
@@ -52,7 +52,7 @@ def _build_memory(report: Report, top: int | None) -> list[d.Section]:
 def sections(layers: Layers, per: Per, steps: int, top: int | None = None) -> list[d.Section]:
     """Build the tree, the kinds, and modules that take longer than equal ones. ``steps``: number of
     measured steps."""
-    most = MAX_ROWS if top is None else top
+    most = _MAX_ROWS if top is None else top
     what = "GPU time" if layers.on_device else "Host time of operators"
     outliers = [_describe_outlier(each, steps) for each in layers.outliers]
     blocks = [
@@ -71,7 +71,7 @@ def _build_tree(layers: Layers, limit: int) -> list[d.Block]:
     for layer in layers.layers:
         depth.append(0 if layer.parent is None else depth[layer.parent] + 1)
     order = sorted(range(len(depth)), key=lambda place: (-layers.layers[place].ns, place))
-    shown = sorted([place for place in order if depth[place] < MAX_DEPTH][:limit])
+    shown = sorted([place for place in order if depth[place] < _MAX_DEPTH][:limit])
     rows = [_build_row(layers.layers[place], depth[place]) for place in shown]
     rows.append(_build_outside_row(layers))
     columns = range(len(_HEAD))
@@ -151,7 +151,7 @@ def _build_kinds(layers: Layers, limit: int) -> d.Grid:
             t.format_cell(row.kept_bytes, t.format_bytes),
             t.format_cell(row.peak_bytes, t.format_bytes),
         ]
-        for row in layers.kinds[: min(limit, MAX_KINDS)]
+        for row in layers.kinds[: min(limit, _MAX_KINDS)]
     ]
     head = ["kind", "modules", "calls", "time", "own time", "own share", "kept", "peak"]
     known = len(head) if any(row.kept_bytes is not None for row in layers.kinds) else -2

@@ -14,16 +14,16 @@ from advisor.core.report_memory import MemoryHolder, MemorySample, MemoryView, M
 from advisor.render import document as d
 from advisor.render.figures import Sizes
 
-MAX_ROWS: Final = 25
+_MAX_ROWS: Final = 25
 """Maximum number of rows of a table."""
-MAX_SHORT: Final = 8
+_MAX_SHORT: Final = 8
 """Maximum number of rows of a table if space is short."""
 MIN_SHORT, MIN_SAVINGS = 3, 4
 """Minimum number of rows on a page longer than a screen, and of the cheapest savings."""
 NO_LINE: Final = "line not recorded"
 """Place of memory with an unknown stack."""
-MAX_SAVINGS: Final = 8
-MAX_DEVICES: Final = 8
+_MAX_SAVINGS: Final = 8
+_MAX_DEVICES: Final = 8
 MAX_SAME_DIFFERENCE: Final = 0.01
 """Maximum relative difference of two devices' memory at which they are shown once."""
 
@@ -101,7 +101,7 @@ def _build_sizes(view: MemoryView) -> Sizes:
 
 def _list_categories(view: MemoryView) -> list[MemoryHolder]:
     return [
-        each for each in view.categories if each.bytes >= MIN_LISTED_SHARE * max(view.allocated, 1)
+        each for each in view.categories if each.bytes >= _MIN_LISTED_SHARE * max(view.allocated, 1)
     ]
 
 
@@ -109,9 +109,9 @@ MIN_CAPACITY_SHARE: Final = 0.1
 """Minimum share of the GPU's memory at the peak at which a trace's table is shown."""
 MIN_ATTRIBUTED_SHARE: Final = 0.05
 """Minimum share of memory with a known category at which a trace's table is shown."""
-MIN_LISTED_SHARE: Final = 0.001
+_MIN_LISTED_SHARE: Final = 0.001
 """Minimum share of the memory held at which a category is listed."""
-MIN_LINE_SHARE: Final = 0.02
+_MIN_LINE_SHARE: Final = 0.02
 """Minimum share of the memory held at which a terminal lists a line."""
 MIN_HELD_BYTES: Final = 1 << 30
 """Minimum bytes at the peak at which a trace's table is shown if the capacity is unknown."""
@@ -184,7 +184,7 @@ def _compare_ranks(samples: list[MemorySample]) -> list[d.Block]:
         return []
     typical = median(each.allocated for each in samples)
     rows = []
-    for each in sorted(samples, key=lambda each: -each.allocated)[:MAX_ROWS]:
+    for each in sorted(samples, key=lambda each: -each.allocated)[:_MAX_ROWS]:
         more = each.allocated - typical
         far = more if abs(more) >= 0.01 * typical else 0
         rows.append(
@@ -208,9 +208,9 @@ def _find_difference(own: MemorySample, samples: list[MemorySample]) -> str:
     return f"{name} {t.format_bytes_change(more[name])}"
 
 
-def describe_devices(report: Report, rows: int = MAX_ROWS) -> list[DeviceMemory]:
-    """Describe each device of the snapshot, at most ``MAX_DEVICES``."""
-    shown = report.memory[:MAX_DEVICES]
+def describe_devices(report: Report, rows: int = _MAX_ROWS) -> list[DeviceMemory]:
+    """Describe each device of the snapshot, at most ``_MAX_DEVICES``."""
+    shown = report.memory[:_MAX_DEVICES]
     return [describe_device(view, rows, named=len(report.memory) > 1) for view in shown]
 
 
@@ -223,7 +223,9 @@ _SPARE: Final = {"failed": 1, "steps": 2, "end": 2, "by": 4}
 """Levels at which a terminal starts to leave lines out to fit a screen."""
 
 
-def describe_device(view: MemoryView, rows: int = MAX_ROWS, *, named: bool = False) -> DeviceMemory:
+def describe_device(
+    view: MemoryView, rows: int = _MAX_ROWS, *, named: bool = False
+) -> DeviceMemory:
     """Describe one device. ``named``: include its number."""
     title = f"What held GPU {view.device}'s memory" if named else "What held the memory"
     if view.device < 0:
@@ -320,7 +322,7 @@ def _list_bases(view: MemoryView) -> list[str]:
     return [
         f"{each.category} {t.format_share(each.bytes / max(view.allocated, 1))}"
         for each in sorted(view.bases, key=lambda each: -each.bytes)
-        if each.category != "none" and each.bytes >= MIN_LISTED_SHARE * 5 * max(view.allocated, 1)
+        if each.category != "none" and each.bytes >= _MIN_LISTED_SHARE * 5 * max(view.allocated, 1)
     ]
 
 
@@ -336,7 +338,7 @@ def _build_table(
     """Return a table. ``shown``: the rows that a terminal shows; ``least``: the number of them that
     it keeps to fit a screen."""
     rows = rows[:limit]
-    short = rows[:MAX_SHORT] if shown is None else [rows[n] for n in shown if n < len(rows)]
+    short = rows[:_MAX_SHORT] if shown is None else [rows[n] for n in shown if n < len(rows)]
     return d.Grid(head, rows, title, align=align, short=short, min_rows=least)
 
 
@@ -345,14 +347,14 @@ def _list_lines(view: MemoryView) -> list[int]:
     figures that contradict each other, return none."""
     if view.reserved and view.allocated > view.reserved:
         return []
-    least = MIN_LINE_SHARE * max(view.allocated, 1)
+    least = _MIN_LINE_SHARE * max(view.allocated, 1)
     lines = [n for n, each in enumerate(view.held) if each.file or each.function]
-    return [n for n in lines if view.held[n].bytes >= least][:MAX_SHORT]
+    return [n for n in lines if view.held[n].bytes >= least][:_MAX_SHORT]
 
 
 def _list_named(view: MemoryView) -> list[int]:
     """Return the indices of the cheapest savings, and of savings in the verdict."""
-    listed = view.savings[:MAX_SAVINGS]
+    listed = view.savings[:_MAX_SAVINGS]
     named = large_savings(view) or ()
     return [n for n, each in enumerate(listed) if n < MIN_SAVINGS or each in named]
 
@@ -374,7 +376,7 @@ def _build_churn(view: MemoryView) -> list[list[str]]:
     )
 
 
-def modules(view: MemoryView, limit: int = MAX_ROWS, moment: str = "") -> d.Grid:
+def modules(view: MemoryView, limit: int = _MAX_ROWS, moment: str = "") -> d.Grid:
     """Build the ``limit`` largest modules as a tree, and memory allocated outside them."""
     depth: list[int] = []
     for each in view.modules:
@@ -429,12 +431,12 @@ def _build_segments(view: MemoryView) -> list[list[str]]:
 
 
 def _has_lines(view: MemoryView) -> bool:
-    return any(each.file is not None for each in view.savings[:MAX_SAVINGS])
+    return any(each.file is not None for each in view.savings[:_MAX_SAVINGS])
 
 
 def _build_savings(view: MemoryView) -> list[list[str]]:
     rows = []
-    for each in view.savings[:MAX_SAVINGS]:
+    for each in view.savings[:_MAX_SAVINGS]:
         place = "" if each.file is None else f"{shorten(each.file, 16)}:{each.line}"
         row = [_name_change(each.change), t.format_bytes(each.bytes), each.cost]
         rows.append([*row, place] if _has_lines(view) else row)
@@ -501,4 +503,4 @@ def sentences(device: DeviceMemory) -> list[str]:
 
 
 def assumptions(view: MemoryView) -> list[str]:
-    return [f"{_name_change(each.change)}: {each.assumes}." for each in view.savings[:MAX_SAVINGS]]
+    return [f"{_name_change(each.change)}: {each.assumes}." for each in view.savings[:_MAX_SAVINGS]]

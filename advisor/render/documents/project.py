@@ -191,7 +191,7 @@ def build_splits(
     return d.Document(recorded, blocks, name="splits")
 
 
-MAX_LAYERS = 12
+_MAX_LAYERS = 12
 SIMILAR_LAYER_SHARE = 0.05
 """Maximum relative difference of layers in one row of a table."""
 
@@ -226,7 +226,7 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> d.Do
             ]
     blocks += [_build_layers(way.layers) for way in fit.candidates if way.layers]
     names = {way.change.name for way in fit.chosen}
-    least = MIN_FREED_SHARE * fit.peak
+    least = _MIN_FREED_SHARE * fit.peak
     others = [way for way in fit.candidates if way.bytes > least and way.change.name not in names]
     if others:
         title = "Other changes, each alone" if fit.chosen else "Changes, each alone"
@@ -243,7 +243,7 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> d.Do
     return d.Document(_write_fit_headline(fit, name), blocks, name="fit", status=status)
 
 
-MIN_FREED_SHARE: Final = 0.01
+_MIN_FREED_SHARE: Final = 0.01
 """Minimum share of the peak that a listed change frees."""
 
 
@@ -266,8 +266,8 @@ def _build_layers(layers: tuple[RepeatedLayer, ...]) -> d.Grid:
         rows.append([name, t.format_bytes(layer.bytes), again])
         start = number
     head = ["call", "frees at the peak", "forward again"]
-    more = t.count_noun(len(rows) - MAX_LAYERS, "more row")
-    return d.Grid(head, rows, "Checkpointing, by layer", short=rows[:MAX_LAYERS],
+    more = t.count_noun(len(rows) - _MAX_LAYERS, "more row")
+    return d.Grid(head, rows, "Checkpointing, by layer", short=rows[:_MAX_LAYERS],
                 omitted_note=f"{more}: --format json has all")  # fmt: skip
 
 

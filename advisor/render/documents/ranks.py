@@ -14,11 +14,11 @@ from advisor.core.report import Report
 from advisor.render import document as d
 from advisor.render.figures import Histogram, RankMap
 
-MAX_GROUPS: Final = 6
+_MAX_GROUPS: Final = 6
 """Maximum number of groups of ranks in a terminal."""
 MAX_MEMBERS: Final = 16
 """Maximum length of a list of ranks, characters."""
-MAX_TEXT: Final = 400
+_MAX_TEXT: Final = 400
 """Maximum length of a reason, characters."""
 
 
@@ -175,7 +175,7 @@ def build_what_if(report: Report) -> Iterator[d.Section]:
 
 def _build_list(title: str, lines: list[str], aside: str = "") -> d.Section:
     return d.Section(
-        title, [d.Items([labels.shorten(line, MAX_TEXT) for line in lines], "•")], aside
+        title, [d.Items([labels.shorten(line, _MAX_TEXT) for line in lines], "•")], aside
     )
 
 
@@ -226,12 +226,13 @@ def build_rank_groups(ranks: Ranks) -> Iterator[d.Section]:
     ]
     head = ["group", "ranks", "how many", "step", *map(rank_charts.class_label, ranks.classes)]
     smallest = sorted(ranks.classes, key=lambda name: total[name])
+    omitted = len(rows) - _MAX_GROUPS
     table = d.Grid(
         head,
         rows,
         align="ll" + "r" * (len(head) - 2),
-        short=rows[:MAX_GROUPS],
-        omitted_note=f"{t.count_noun(len(rows) - MAX_GROUPS, 'more group')}: --format json has all",
+        short=rows[:_MAX_GROUPS],
+        omitted_note=f"{t.count_noun(omitted, 'more group')}: --format json has all",
         optional=[1, *(4 + ranks.classes.index(name) for name in smallest)],
     )
     yield d.Section("Groups of similar ranks", [table], "median per step")

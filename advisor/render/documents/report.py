@@ -13,7 +13,7 @@ from advisor.render import document as d
 from advisor.render.documents import auxiliary_sections, inference, memory, ranks
 from advisor.render.figures import Bar, FixSequenceFigure, StepTimeline
 
-MAX_RANKS: Final = 8
+_MAX_RANKS: Final = 8
 """Maximum number of ranks in a terminal: those that the others wait for longest."""
 MIN_POSSIBLE_SHARE: Final = 0.05
 """Minimum share of the step at which a possible gain is named although notes are only counted."""
@@ -141,7 +141,7 @@ def _build_ranks(report: Report) -> Iterator[d.Block]:
     differs = report.step is not None and report.step.window_differs
     table, short = (
         report_charts.build_rank_table(report),
-        report_charts.build_rank_table(report, MAX_RANKS),
+        report_charts.build_rank_table(report, _MAX_RANKS),
     )
     if table is not None and short is not None:
         shown = d.Grid(

@@ -12,11 +12,11 @@ from advisor.core.memory_changes import advise_change
 from advisor.core.report import Report
 from advisor.render.renderer import DEFAULT, Renderer, RenderOptions
 
-MAX_FINDINGS: Final = 4
+_MAX_FINDINGS: Final = 4
 """Maximum number of findings with fix and code. The others take one line each."""
-MAX_LINES: Final = 8
-MAX_TEXT: Final = 240
-MAX_CODE: Final = 400
+_MAX_LINES: Final = 8
+_MAX_TEXT: Final = 240
+_MAX_CODE: Final = 400
 
 
 class Agent(Renderer["Report"]):
@@ -59,13 +59,13 @@ def _lines(report: Report) -> list[str]:
     parts += [f"idle by {cause.cause} {cause.share:.3f}" for cause in report.idle]
     if parts:
         lines.append(f"{profiled}time_shares: {', '.join(parts)}")
-    shown = ranked[:MAX_FINDINGS]
+    shown = ranked[:_MAX_FINDINGS]
     if scope.has_no_step_time:  # without a step nothing is ranked
-        shown, rest = rest[:MAX_FINDINGS], rest[MAX_FINDINGS:]
+        shown, rest = rest[:_MAX_FINDINGS], rest[_MAX_FINDINGS:]
     for key, finding in shown:
         lines += _write_finding(key, finding)
     savings = (
-        report.memory[0].savings[:MAX_LINES] if scope.has_no_step_time and report.memory else []
+        report.memory[0].savings[:_MAX_LINES] if scope.has_no_step_time and report.memory else []
     )
     lines += [
         f"saving: {each.change} frees {each.bytes} bytes - "
@@ -73,8 +73,8 @@ def _lines(report: Report) -> list[str]:
         + (f": {labels.clean(each.file)}:{each.line}" if each.file is not None else "")
         for each in savings
     ]
-    for title, items in (("also", ranked[MAX_FINDINGS:]), ("risk", risks), ("note", rest)):
-        lines += [f"{title}: {key} - {labels.clean(f.title)}" for key, f in items[:MAX_LINES]]
+    for title, items in (("also", ranked[_MAX_FINDINGS:]), ("risk", risks), ("note", rest)):
+        lines += [f"{title}: {key} - {labels.clean(f.title)}" for key, f in items[:_MAX_LINES]]
     skipped = [labels.clean(check.record) for check in report.not_checked if check.record]
     if skipped:
         lines.append(f"to_measure_more: {'; '.join(dict.fromkeys(skipped[:3]))}")
@@ -99,13 +99,13 @@ def _write_finding(key: str, finding: Finding) -> list[str]:
     if finding.where:
         lines.append(f"where: {labels.clean(' · '.join(t.location_names(finding.where[0])))}")
     lines += [
-        f"{name}: {labels.shorten(t.split_sentences(text, MAX_TEXT)[0], MAX_TEXT)}"
+        f"{name}: {labels.shorten(t.split_sentences(text, _MAX_TEXT)[0], _MAX_TEXT)}"
         for name in ("summary", "fix", "verify", "falsified_by")
         if (text := getattr(finding, name))
     ]
     if finding.code:
         code = labels.clean(finding.code, lines=True).rstrip()
-        if len(code) > MAX_CODE:  # whole lines, where there is more than one
-            code = code[:MAX_CODE].rpartition("\n")[0] or code[:MAX_CODE]
+        if len(code) > _MAX_CODE:  # whole lines, where there is more than one
+            code = code[:_MAX_CODE].rpartition("\n")[0] or code[:_MAX_CODE]
         lines += ["code:", *(f"    {line}" for line in code.splitlines())]
     return lines

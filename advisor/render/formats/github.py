@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from advisor.compare.comparison import Comparison
 
 COMMANDS: Final = {"critical": "error", "warning": "warning", "info": "notice"}
-MAX_MESSAGE: Final = 3000
+_MAX_MESSAGE: Final = 3000
 """Maximum length of a message, characters. GitHub cuts messages longer than about 4 KB."""
 MAX_HOLDERS: Final = 5
 """Maximum number of rows in each table of memory."""
@@ -99,7 +99,7 @@ def _annotate_memory(device: memory.DeviceMemory) -> str:
 
 def _write_command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:
     given = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
-    message = labels.shorten(labels.clean(text, lines=lines), MAX_MESSAGE)
+    message = labels.shorten(labels.clean(text, lines=lines), _MAX_MESSAGE)
     return f"::{name} {given}::{escape_data(message)}"
 
 

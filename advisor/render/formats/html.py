@@ -19,7 +19,7 @@ CONTENT_SECURITY_POLICY: Final = (
 MAX_TITLE: Final = 180
 """Maximum length of the headline's part in the title, characters: the problem with its gain, in
 three lines of a page. The remaining text is a paragraph."""
-MAX_ITEMS: Final = 200
+_MAX_ITEMS: Final = 200
 """Maximum number of items of one list, or of cards of one section."""
 
 
@@ -95,7 +95,7 @@ def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
     match part:
         case d.Section():
             title = " · ".join(filter(None, (part.title, part.aside)))
-            inner = [block(each, level + 1) for each in part.blocks[:MAX_ITEMS]]
+            inner = [block(each, level + 1) for each in part.blocks[:_MAX_ITEMS]]
             if part.folded:
                 summary = tag("summary", tag(f"h{level}", title))
                 inner = [tag("details", summary, *inner)]
@@ -109,8 +109,8 @@ def block(part: d.Block, level: int = 2, anchor: str = "") -> Markup:
         case d.FieldList():
             return _draw_fields(part)
         case d.Items():
-            items = [tag("li", inline(item)) for item in part.items[:MAX_ITEMS]]
-            more = len(part.items) - MAX_ITEMS
+            items = [tag("li", inline(item)) for item in part.items[:_MAX_ITEMS]]
+            more = len(part.items) - _MAX_ITEMS
             title_ = tag(f"h{min(level, 6)}", part.title) if part.title else ""
             rest = tag("p", f"{t.format_count(more)} more are in the JSON.", cls="soft")
             return join(title_, tag("ul", *items), rest if more > 0 else "")

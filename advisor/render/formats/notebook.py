@@ -14,7 +14,7 @@ from advisor.render.html import Markup, inline, tag
 from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_CARDS: Final = 5
-MAX_ROWS: Final = 10
+_MAX_ROWS: Final = 10
 _CELL = "padding:2px 12px 2px 0;text-align:left;vertical-align:top"
 STYLES: Final = {
     "td": _CELL,
@@ -67,9 +67,9 @@ def _draw_small(part: d.Block) -> Markup:
             return part.html(small=True)
         case d.Grid():
             head = [part.title, *part.head[1:]] if part.title and not part.head[0] else part.head
-            return block(d.Grid(head, part.rows[:MAX_ROWS], align=part.align))
+            return block(d.Grid(head, part.rows[:_MAX_ROWS], align=part.align))
         case d.Items():
-            return block(d.Items(part.items[:MAX_ROWS], title=part.title), 5)
+            return block(d.Items(part.items[:_MAX_ROWS], title=part.title), 5)
     return block(part, 5)
 
 

@@ -25,7 +25,7 @@ SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 )
 LEVELS = {"critical": "error", "warning": "warning", "info": "note"}
-MAX_PLACES = 10
+_MAX_PLACES = 10
 MAX_RESULTS = 5000
 """Maximum number of results. GitHub keeps the first 5,000 of a run."""
 
@@ -143,7 +143,7 @@ def _list_locations(finding: Finding, report: Report) -> list[dict[str, Any]]:
     """Return a finding's places, lines of code first. Others point to the trace's first line."""
     read = report.inputs[0].path if report.inputs else "-"
     trace = read if read != "-" else "trace"
-    places = sorted(finding.where, key=lambda place: not place.file)[:MAX_PLACES] or [Location()]
+    places = sorted(finding.where, key=lambda place: not place.file)[:_MAX_PLACES] or [Location()]
     return [
         _build_location(place if place.file else msgspec.structs.replace(place, file=trace, line=1))
         for place in places

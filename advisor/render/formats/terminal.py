@@ -38,7 +38,7 @@ FURTHER_ROWS: Final = ({"why", "fix"}, {"note"}, {"code"}, {"where"})
 """Labels of lines of other fixes that are drawn if lines are left, the most important first."""
 MAX_CODE: Final = 12
 """Maximum number of lines of a fix's code without details."""
-MAX_ITEMS: Final = 12
+_MAX_ITEMS: Final = 12
 """Maximum number of a list's items without details."""
 STYLES: Final = {
     "": "", "strong": "bold", "soft": "dim", "code": "", "good": "green", "bad": "bold red",
@@ -372,7 +372,7 @@ class _Screen:
         if block.title:
             self.page.blank_line()
             self.page.wrap(labels.clean(block.title), indent=2, style="bold")
-        shown = block.items if self.details else block.items[:MAX_ITEMS]
+        shown = block.items if self.details else block.items[:_MAX_ITEMS]
         for item in shown:
             self.page.wrap(*styled_parts(item), first=f" {block.mark}  ", indent=4)
         if len(shown) < len(block.items):

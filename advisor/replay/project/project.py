@@ -259,7 +259,7 @@ def project_memory(a: Analysis, target: GpuSpec) -> ProjectedMemory:
 
 # -- which GPU is the cheapest for a step ----------------------------------------------------------
 
-MAX_NAMES = 4
+_MAX_NAMES = 4
 RESTS_ON = (
     "The range is as wide as the largest error of a projection, measured with the same work on "
     "two GPUs. No whole step was measured on two GPUs"
@@ -355,8 +355,8 @@ def describe_cheapest(result: tuple[TargetGpu, ...]) -> str:
     rivals = [c for c in possible[1:] if c.may_be_cheaper(best)]
     text = f"cheapest: {best.projection.gpu}"
     if rivals:
-        names = ", ".join(c.projection.gpu for c in rivals[:MAX_NAMES])
-        ellipsis = " …" if len(rivals) > MAX_NAMES else ""
+        names = ", ".join(c.projection.gpu for c in rivals[:_MAX_NAMES])
+        ellipsis = " …" if len(rivals) > _MAX_NAMES else ""
         text += f"; within the ranges it could be {names}{ellipsis}"
     return text
 

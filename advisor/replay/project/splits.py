@@ -22,7 +22,7 @@ from advisor.replay.project.mesh import (
 )
 from advisor.replay.project.project import cost_of_steps
 
-MAX_GPUS = 1 << 16
+_MAX_GPUS = 1 << 16
 SAME_BATCH = "each replica keeps its batch: the job's grows with the data-parallel ranks"
 
 
@@ -67,7 +67,7 @@ def read_instance(tables: Any, name: str) -> Instance:
     gpu, gpus, *numbers = (entry.get(key) for key in Instance._fields)
     are_valid = all(v is None or (type(v) in (int, float) and 0 <= v < 1e9) for v in numbers)
     is_known = are_valid and not set(entry) - set(Instance._fields)
-    if is_known and isinstance(gpu, str) and type(gpus) is int and 0 < gpus <= MAX_GPUS:
+    if is_known and isinstance(gpu, str) and type(gpus) is int and 0 < gpus <= _MAX_GPUS:
         return Instance(gpu, gpus, *numbers)
     fields = ", ".join(Instance._fields)
     raise AdvisorError(f"instance {name}: {fields}: a GPU's name, its count, and numbers")

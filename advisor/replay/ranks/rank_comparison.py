@@ -45,9 +45,9 @@ from advisor.measure.ranks.topology import RankTopology, find_stages
 from advisor.replay.ranks.gains import estimate_gain, estimate_without_stragglers, no_transfers
 from advisor.replay.ranks.ranks_replay import JobGain, RanksReplay
 
-MIN_SHOWN_SHARE = 0.01
+_MIN_SHOWN_SHARE = 0.01
 """Minimum share of the ranks' steps that is shown."""
-MAX_OUTLIERS = 20
+_MAX_OUTLIERS = 20
 MIN_ALONE_SHARE = 0.5
 """Minimum share of their joint gain that ranks gain one by one; with less they are shown
 together."""
@@ -103,7 +103,7 @@ class RankComparison:
             if gain is None or gain.gain >= MIN_HELD_UP_SHARE * self.job.step_ns:
                 kept.append((deviation, gain))
         kept.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
-        return kept[:MAX_OUTLIERS]
+        return kept[:_MAX_OUTLIERS]
 
     def _merge_deviations(self, result: list[Deviation]) -> list[Deviation]:
         """Merge ranks that differ in the same way if only all together delay the job: each alone
@@ -164,10 +164,10 @@ class RankComparison:
         result += [
             Evidence(f"exposed in {name}", kind_ns / total_ns, "share")
             for name, kind_ns in sorted(kinds.items(), key=lambda item: -item[1])
-            if kind_ns >= MIN_SHOWN_SHARE * total_ns
+            if kind_ns >= _MIN_SHOWN_SHARE * total_ns
         ]
         waiting_share = float(np.nansum(waiting[valid])) / total_ns
-        if waiting_share >= MIN_SHOWN_SHARE:
+        if waiting_share >= _MIN_SHOWN_SHARE:
             result.append(Evidence("exposed in waiting for the last rank", waiting_share, "share"))
         return result
 

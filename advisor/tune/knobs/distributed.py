@@ -57,7 +57,7 @@ class DdpBucketView(_Ddp):
     argument = "gradient_as_bucket_view"
 
 
-MIN_EQUAL_STEPS = 2
+_MIN_EQUAL_STEPS = 2
 """Number of optimizer steps with the same number of passes before that number is used."""
 
 
@@ -93,7 +93,7 @@ class DdpNoSync(Knob):
                 key = id(model)
                 counts[key] += 1
                 earlier = first_counts.get(key, [])
-                stable = len(earlier) == MIN_EQUAL_STEPS and len(set(earlier)) == 1
+                stable = len(earlier) == _MIN_EQUAL_STEPS and len(set(earlier)) == 1
                 if not stable or counts[key] >= earlier[0] or not model.require_backward_grad_sync:
                     unsent.discard(key)
                     return original(model, *args, **kwargs)
@@ -112,7 +112,7 @@ class DdpNoSync(Knob):
                 )
             for key, count in counts.items():
                 earlier = first_counts.setdefault(key, [])
-                if len(earlier) < MIN_EQUAL_STEPS:
+                if len(earlier) < _MIN_EQUAL_STEPS:
                     earlier.append(count)
             counts.clear()
 

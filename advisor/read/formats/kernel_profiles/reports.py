@@ -46,13 +46,13 @@ EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and gi
 NCU, ROCPROF = "Nsight Compute", "rocprof"
 MAX_BYTES = 1 << 30
 """Maximum size of a report, bytes. Source files and binaries in it are skipped, but count."""
-MAX_KERNELS = 20_000
+_MAX_KERNELS = 20_000
 MAX_METRICS = 20_000
 """Maximum number of metrics per kernel. Nsight Compute's ``full`` set has 2,000."""
-MAX_TEXT = 4_096
+_MAX_TEXT = 4_096
 """Maximum number of characters kept of a name or text."""
 
-MAX_VALUE = 1e30
+_MAX_VALUE = 1e30
 """Maximum plausible value of a counter. Larger values are damage."""
 
 Layout = Literal["ncu-rep", "ncu-csv", "rocprof-csv"]
@@ -130,7 +130,7 @@ def read_kernel_profiles(data: bytes, path: str, layout: Layout) -> KernelProfil
         tool, kernels = ROCPROF, _read_rocprof_csv(_read_rows(data, path))
     if not kernels:
         raise AdvisorError(f"{path}: a kernel profiler's report without a kernel in it")
-    return KernelProfiles(path, tool, tuple(kernels[:MAX_KERNELS]), dropped)
+    return KernelProfiles(path, tool, tuple(kernels[:_MAX_KERNELS]), dropped)
 
 
 def _read_rows(data: bytes, path: str) -> Iterator[list[str]]:
@@ -138,7 +138,7 @@ def _read_rows(data: bytes, path: str) -> Iterator[list[str]]:
     lines = (line for line in text if line.strip() and not line.startswith("=="))
     try:
         for row in csv.reader(lines):
-            yield [value[:MAX_TEXT] for value in row]
+            yield [value[:_MAX_TEXT] for value in row]
     except csv.Error as error:
         raise AdvisorError(f"{path}: not a readable CSV file ({error})") from None
 
@@ -162,7 +162,7 @@ def _read_ncu_csv(rows: Iterator[list[str]], dropped: Counter[str]) -> list[Kern
     for row in rows:
         if len(row) < len(header):
             dropped["short rows"] += 1
-        elif len(result) < MAX_KERNELS:
+        elif len(result) < _MAX_KERNELS:
             values = {
                 name: metric_of(row[index], units[index])
                 for index, name in metrics[:MAX_METRICS]
@@ -184,7 +184,7 @@ def _read_details(
             continue
         row += [""] * (len(column) - len(row))
         key = tuple(row[column[name]] for name in key_columns if name in column)
-        if key not in kernels and len(kernels) >= MAX_KERNELS:
+        if key not in kernels and len(kernels) >= _MAX_KERNELS:
             dropped["kernels beyond the first 20,000"] += 1
             continue
         _, metrics, advice = kernels.setdefault(key, (row, {}, []))
@@ -276,7 +276,7 @@ def metric_of(text: str, unit: str) -> Metric:
         value = float(number_text)
     except ValueError:
         return Metric(text, unit)
-    if not abs(value) < MAX_VALUE:  # also true for NaN
+    if not abs(value) < _MAX_VALUE:  # also true for NaN
         return Metric(None, unit)
     if unit.lower() in _NS_PER_UNIT:
         return Metric(value * _NS_PER_UNIT[unit.lower()], "ns")
@@ -319,7 +319,7 @@ def _iterate_ncu_report(data: bytes, path: str, dropped: Counter[str]) -> Iterat
             else:
                 yield _build_from_result(payload, strings, tables)
                 kernel_count += 1
-                if kernel_count == MAX_KERNELS:
+                if kernel_count == _MAX_KERNELS:
                     return
     except (MalformedMessage, IndexError, struct.error, ValueError, KeyError):
         if not kernel_count:
@@ -367,7 +367,7 @@ _LINK = re.compile(r"@section:[^:@]*:([^@]*)@|@url:([^:@]*):[^@]*@")
 
 
 def _read_text(data: bytes, field: Field) -> str:
-    end = min(field.start + field.value, field.start + MAX_TEXT)
+    end = min(field.start + field.value, field.start + _MAX_TEXT)
     return data[field.start : end].decode("utf-8", errors="replace")
 
 
@@ -524,7 +524,7 @@ def _read_rocprof_csv(rows: Iterator[list[str]]) -> list[KernelProfile]:
             _get_cell(row, column_index, "grd" if "grd" in column_index else "gridsize"),
             _get_cell(row, column_index, "wgr" if "wgr" in column_index else "workgroupsize"),
         )
-        if key not in values_by_kernel and len(values_by_kernel) >= MAX_KERNELS:
+        if key not in values_by_kernel and len(values_by_kernel) >= _MAX_KERNELS:
             continue
         values = values_by_kernel.setdefault(key, {})
         pairs = [(header[index], row[index]) for index, _ in counters]
@@ -636,7 +636,7 @@ def read_rocprof_compute(database: Database, path: str) -> KernelProfiles:
             metrics=metrics.get(row["kernel_uuid"], {}),
             launches=launches_by_kernel.get(row["kernel_uuid"], {}).get("len", 1),
         )
-        for row in kernels.head(MAX_KERNELS).iter_rows(named=True)
+        for row in kernels.head(_MAX_KERNELS).iter_rows(named=True)
     ]
     return KernelProfiles(path, ROCPROF, tuple(result))
 
@@ -683,7 +683,7 @@ def merge_profiles(reports: Sequence[KernelProfiles]) -> KernelProfiles:
     ]
     path = ", ".join(report.path for report in reports[:3]) + (", …" if len(reports) > 3 else "")
     compiled = tuple(kernel for report in reports for kernel in report.compiled)
-    return KernelProfiles(path, reports[0].tool, tuple(kernels[:MAX_KERNELS]), dropped, compiled)
+    return KernelProfiles(path, reports[0].tool, tuple(kernels[:_MAX_KERNELS]), dropped, compiled)
 
 
 _Key = tuple[str, tuple[int, int, int] | None, tuple[int, int, int] | None]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from advisor.core.kernel_profile import SampledLine
 from advisor.read.protobuf import MalformedMessage, varint
 
-MAX_LINES = 12
+_MAX_LINES = 12
 """Maximum number of lines per kernel; those with the most samples are kept."""
-MAX_ROWS = 1 << 20
+_MAX_ROWS = 1 << 20
 """Maximum number of rows in the line tables of a module."""
 MAX_NAME = 8_192
 """Maximum length of a section's name, bytes. It contains the mangled name of a function."""
@@ -56,7 +56,7 @@ def sampled_lines(
     return tuple(
         SampledLine(file, line, count, max(reasons[file, line], key=reasons[file, line].__getitem__)
                     if reasons[file, line] else "")
-        for (file, line), count in counts.most_common(MAX_LINES)
+        for (file, line), count in counts.most_common(_MAX_LINES)
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def _read_line_tables(elf: bytes) -> dict[str, list[LineRow]]:
         section_index = SYMBOL.unpack_from(bodies[".symtab"], (info >> 32) * SYMBOL.size)[3]
         function_at[offset] = sections[section_index][0].removeprefix(".text.")
     result: dict[str, list[LineRow]] = {}
-    rows_left = MAX_ROWS
+    rows_left = _MAX_ROWS
     for function, row in _iterate_programs(bodies[".debug_line"], function_at):
         result.setdefault(function, []).append(row)
         rows_left -= 1

@@ -24,12 +24,12 @@ from advisor.core.kernel_profile import CompiledKernel, KernelProfiles
 from advisor.read.formats.kernel_profiles.sampled_lines import MAX_NAME, SYMBOL, sections_of
 
 TRITON = "Triton"
-MAX_FOLDERS = 50_000
-MAX_KERNELS = 20_000
+_MAX_FOLDERS = 50_000
+_MAX_KERNELS = 20_000
 """Maximum number of distinct kernels."""
 MAX_JSON = 1 << 20
 MAX_FILE = 64 << 20
-MAX_BYTES = 2 << 30
+_MAX_BYTES = 2 << 30
 """Maximum number of bytes read from all files together."""
 MAX_SOURCE = 1 << 16
 """Maximum number of bytes read of Triton's code, which begins with the function's line."""
@@ -80,7 +80,7 @@ def read_triton_cache(path: str) -> tuple[KernelProfiles, int]:
     compilations: dict[CompiledKernel, list[CompiledKernel]] = {}
     budget = _Budget()
     for folder, stem in find_entries(path):
-        if budget.left <= 0 or len(compilations) == MAX_KERNELS:
+        if budget.left <= 0 or len(compilations) == _MAX_KERNELS:
             dropped["kernels in too large a cache"] += 1
         elif (kernel := _read_kernel(folder, stem, budget)) is None:
             dropped["damaged kernels"] += 1
@@ -89,12 +89,12 @@ def read_triton_cache(path: str) -> tuple[KernelProfiles, int]:
     if not compilations:
         raise AdvisorError(f"{path}: a cache of Triton in which no kernel can be read")
     compiled = tuple(map(_merge_compilations, compilations.values()))
-    return KernelProfiles(path, TRITON, (), dict(dropped), compiled), MAX_BYTES - budget.left
+    return KernelProfiles(path, TRITON, (), dict(dropped), compiled), _MAX_BYTES - budget.left
 
 
 def find_entries(path: str) -> Iterator[tuple[Path, str]]:
     """Yield the folder and name of each kernel in a cache. Links are not followed."""
-    for folder, folders, names in islice(os.walk(path), MAX_FOLDERS):
+    for folder, folders, names in islice(os.walk(path), _MAX_FOLDERS):
         folders.sort()
         for stem in kernels_in(names):
             yield Path(folder), stem
@@ -114,7 +114,7 @@ class _Budget:
     """Reader of files that counts down the bytes left."""
 
     def __init__(self) -> None:
-        self.left = MAX_BYTES
+        self.left = _MAX_BYTES
 
     def read(self, file: Path, max_bytes: int) -> bytes:
         """Return the first bytes of a regular file. Empty if it is another kind, or unreadable."""

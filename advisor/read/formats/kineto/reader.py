@@ -38,7 +38,7 @@ MAX_UNUSABLE_EVENTS = 3_000_000
 MIN_CPU_SECONDS, CPU_SECONDS_PER_MB = 10.0, 4.0
 """CPU time in s that the reading thread may take: a minimum, and per megabyte on disk. Real traces
 take 2% of that; a file that takes more is malicious (or packed a thousandfold)."""
-MAX_PROCESSES = 8
+_MAX_PROCESSES = 8
 """Maximum number of decoding processes. More would wait for the process that unpacks the file."""
 
 _XLA_PLANE = re.compile(rb'"name"\s*:\s*"/(?:host:CPU|device:[GT]PU:\d+)')
@@ -139,7 +139,7 @@ def _decode_pieces(splitter: Splitter, options: ReadOptions) -> Iterator[Piece]:
 def _count_processes(options: ReadOptions) -> int:
     if options.processes is not None:
         return max(1, options.processes)
-    return min(count_cores(), MAX_PROCESSES)
+    return min(count_cores(), _MAX_PROCESSES)
 
 
 def _build_trace(splitter: Splitter, assembler: Assembler) -> Trace:

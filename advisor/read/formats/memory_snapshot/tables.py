@@ -29,10 +29,10 @@ MAX_BYTES = 2 << 30
 """Maximum size of a snapshot, bytes."""
 MEMORY_PER_BYTE = 8
 """Memory in bytes of the decoded file per byte of the file."""
-MAX_DEVICES = 64
-MAX_DEPTH = 512
+_MAX_DEVICES = 64
+_MAX_DEPTH = 512
 """Maximum number of frames of a stack. The innermost ones are kept."""
-MAX_TEXT = 1024
+_MAX_TEXT = 1024
 """Maximum number of characters of a label, a name or a setting."""
 MAX_INTEGER = 1 << 62
 _STATES = {
@@ -139,7 +139,7 @@ class _SnapshotBuilder:
         for segment in _list_or_empty(fields["segments"]):
             self._add_segment(segment)
         traces = _list_or_empty(fields.get("device_traces"))
-        for device, trace in enumerate(traces[:MAX_DEVICES]):
+        for device, trace in enumerate(traces[:_MAX_DEVICES]):
             self._add_events(device, _list_or_empty(trace))
         for annotation in _list_or_empty(fields.get("external_annotations")):
             self._add_annotation(annotation)
@@ -147,7 +147,7 @@ class _SnapshotBuilder:
         for key, setting in settings.items():
             text = self._format_setting(setting)
             if text is not None:
-                self._settings[key[:MAX_TEXT]] = text
+                self._settings[key[:_MAX_TEXT]] = text
 
     # -- the state ------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class _SnapshotBuilder:
         self._annotations.add(
             _valid_device(fields.get("device", 0)),
             time,
-            name[:MAX_TEXT],
+            name[:_MAX_TEXT],
             stage[:16] if isinstance(stage, str) else None,
         )
 
@@ -284,7 +284,7 @@ class _SnapshotBuilder:
             return None
         key = id(frames)
         if key not in self._by_id:
-            result = [self._get_frame(frame) for frame in frames[:MAX_DEPTH]]
+            result = [self._get_frame(frame) for frame in frames[:_MAX_DEPTH]]
             stack = tuple(frame for frame in result if frame is not None)
             number = self._by_stack.setdefault(stack, len(self._stacks))
             if number == len(self._stacks):
@@ -302,7 +302,7 @@ class _SnapshotBuilder:
                 frame = SnapshotFrame(
                     file[:4096] if isinstance(file, str) else "",
                     _valid_integer(line) or 0,
-                    name[:MAX_TEXT] if isinstance(name, str) else "",
+                    name[:_MAX_TEXT] if isinstance(name, str) else "",
                 )
             self._frames[key] = frame
         return self._frames[key]
@@ -317,7 +317,7 @@ class _SnapshotBuilder:
 
     def _format_setting(self, value: Any) -> str | None:
         if isinstance(value, str | bool | int | float):
-            return str(value)[:MAX_TEXT]
+            return str(value)[:_MAX_TEXT]
         return None
 
     def _read_record(self, value: Any, entry_kind: str) -> dict[str, Any] | None:
@@ -347,8 +347,8 @@ def _valid_signed(value: Any) -> int | None:
 
 
 def _valid_device(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < MAX_DEVICES else None
+    return value if type(value) is int and 0 <= value < _MAX_DEVICES else None
 
 
 def _valid_label(value: Any) -> str | None:
-    return value[:MAX_TEXT] if type(value) is str and value else None
+    return value[:_MAX_TEXT] if type(value) is str and value else None

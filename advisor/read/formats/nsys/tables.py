@@ -63,7 +63,7 @@ _CORRELATION_BITS = 32
 """Number of bits of a correlation number, which each process counts separately."""
 _NO_STREAM = 1 << 31
 _MAX_GPUS = 1024
-MAX_PERIODS = 5
+_MAX_PERIODS = 5
 """Maximum time to the next sample, in typical sampling periods. Idle threads are not sampled."""
 
 
@@ -436,7 +436,7 @@ class NsysTables:
         median_period = rows["apart"].median()
         if not isinstance(median_period, float) or median_period <= 0:
             return None
-        is_near = pl.col("apart") <= MAX_PERIODS * median_period
+        is_near = pl.col("apart") <= _MAX_PERIODS * median_period
         return rows.select(
             ts="start",
             end=pl.col("start") + pl.when(is_near).then("apart").otherwise(int(median_period)),

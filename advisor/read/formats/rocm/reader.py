@@ -8,7 +8,7 @@ from advisor.read.source import ByteSource
 from advisor.read.sqlite import MAGIC, Database, open_database, table_names
 
 TOOL_KEY = b'"rocprofiler-sdk-tool"'
-MAX_JSON_BYTES = 4 << 30
+_MAX_JSON_BYTES = 4 << 30
 """Maximum size of a JSON file, bytes. All of it is in memory at once."""
 MEMORY_PER_JSON_BYTE = 8
 """Memory in bytes per byte of a JSON file."""
@@ -78,7 +78,7 @@ class RocprofJsonReader(Reader):
         from advisor.read.formats.rocm.device_rows import trace_of
         from advisor.read.formats.rocm.rocprof_json import Rows, decode_document
 
-        max_bytes = min(MAX_JSON_BYTES, memory_budget() // MEMORY_PER_JSON_BYTE)
+        max_bytes = min(_MAX_JSON_BYTES, memory_budget() // MEMORY_PER_JSON_BYTE)
         advice = (
             f"more than {max_bytes / 1e9:.1f} GB of JSON, for which there is no memory; record "
             "with --output-format rocpd"

@@ -41,8 +41,8 @@ _PROGRAM_CALL = re.compile(r"^(?:PjitFunction\(.+\)|FunctionRun|SessionRun|RunGr
                       r"EagerExecute: __inference_\w+)$")  # fmt: skip
 """Pattern of calls of a whole program. If no steps are marked, its period is taken as a step."""
 _OP, _RUNTIME = CPU_KINDS.index("op"), CPU_KINDS.index("runtime")
-MIN_CALLS = 3
-MIN_REGULAR_SHARE = 2 / 3
+_MIN_CALLS = 3
+_MIN_REGULAR_SHARE = 2 / 3
 """Minimum share of similar periods. The first one may compile, and an epoch may end."""
 _TENSORFLOW_NAME = re.compile(
     r"^(?:ExecutorState::|FunctionRun$|EagerExecute|SessionRun$|TFE_|Iterator::)"
@@ -247,7 +247,7 @@ def step_rows(
     """Return steps as annotations, and the thread that drives the loop. Steps are the marks of the
     program (JAX's ``StepTraceAnnotation``, TensorFlow's ``Trace`` and Keras, with a ``step_num``).
     Without marks, they are the periods of the longest-running program among those with at least
-    MIN_CALLS calls. Otherwise they are the steps that the profiler ``derived`` on the device
+    _MIN_CALLS calls. Otherwise they are the steps that the profiler ``derived`` on the device
     (``number``, ``ts``, ``dur``). The origin is in ``XlaHost.step_marks``."""
     marks = pl.concat(host.marks) if host.marks else pl.DataFrame()
     if marks.height:
@@ -305,12 +305,12 @@ def _is_regular(ts: Ints) -> bool:
     """Return whether calls are frequent and regular enough for their period to be that of a loop:
     most distances are within a factor of two of the median. Calls of very different programs may
     have the same name."""
-    if len(ts) < MIN_CALLS:
+    if len(ts) < _MIN_CALLS:
         return False
     distances = np.diff(ts)
     median_distance = float(np.median(distances))
     is_similar = (distances >= median_distance / 2) & (distances <= median_distance * 2)
-    return median_distance > 0 and float(is_similar.mean()) >= MIN_REGULAR_SHARE
+    return median_distance > 0 and float(is_similar.mean()) >= _MIN_REGULAR_SHARE
 
 
 def _drop_nested(frame: pl.DataFrame) -> pl.DataFrame:

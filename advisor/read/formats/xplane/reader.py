@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from advisor.read.formats.xplane.host_events import XlaHost
     from advisor.read.formats.xplane.xspace import Events, Plane, XLine, XSpace
 
-MAX_BYTES = 2 << 30
+_MAX_BYTES = 2 << 30
 """Maximum size of a file, bytes. Messages of Protocol Buffers are not longer."""
 
 _GPU_PLANE = re.compile(r"^/device:GPU:(\d+)")
@@ -98,7 +98,7 @@ class XPlaneReader(Reader):
 
         data = bytearray()
         for block in source.blocks():
-            if len(data) + len(block) > MAX_BYTES:
+            if len(data) + len(block) > _MAX_BYTES:
                 source.stop("longer than 2 GB, which no XPlane file is")
                 break
             data += block

@@ -26,9 +26,9 @@ from advisor.read.protobuf import (
 )
 from advisor.read.reader import EVENT_BYTES, memory_budget
 
-MAX_EVENTS = 30_000_000
+_MAX_EVENTS = 30_000_000
 """Maximum number of events of one file. Further lines are counted only. Profilers keep fewer."""
-MAX_PLANES, MAX_LINES = 4_096, 100_000
+MAX_PLANES, _MAX_LINES = 4_096, 100_000
 """Maximum number of planes (hosts and devices) and lines (threads and streams) of one file."""
 CHUNK = 250_000
 """Number of events decoded at a time, which bounds the temporary memory."""
@@ -102,7 +102,7 @@ class XSpace:
 
     def __init__(self, data: bytes | bytearray, size: int) -> None:
         self._buffer = Buffer(data)
-        self._events_left = min(MAX_EVENTS, memory_budget() // EVENT_BYTES)
+        self._events_left = min(_MAX_EVENTS, memory_budget() // EVENT_BYTES)
         """Number of events that may still be read."""
         self._lines = 0
         self.broken = 0
@@ -210,7 +210,7 @@ class XSpace:
     def read(self, plane: Plane, wanted: frozenset[str]) -> tuple[list[XLine], Events]:
         """Return the lines of a plane, and their events with the requested stats."""
         ids = {number: name for number, name in plane.stat_names.items() if name in wanted}
-        lines_left = MAX_LINES - self._lines
+        lines_left = _MAX_LINES - self._lines
         self.left_out += max(len(plane.spans) - lines_left, 0)
         lines: list[XLine] = []
         bases: list[int] = []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from advisor.read import ReadOptions
     from advisor.read import open_run as open  # noqa: A004
     from advisor.recorder.api import phase, profile, record, step
-    from advisor.replay.result import what_if as whatif
+    from advisor.replay.what_if import what_if as whatif
 
 __version__ = "0.2.0"
 
@@ -34,7 +34,7 @@ _HOME = {
     "analyze": ("advisor.advise.engine", "analyze"), "compare": ("advisor.compare", "compare"),
     "open": ("advisor.read", "open_run"), "phase": ("advisor.recorder.api", "phase"),
     "profile": ("advisor.recorder.api", "profile"), "record": ("advisor.recorder.api", "record"),
-    "step": ("advisor.recorder.api", "step"), "whatif": ("advisor.replay.result", "what_if"),
+    "step": ("advisor.recorder.api", "step"), "whatif": ("advisor.replay.what_if", "what_if"),
 }  # fmt: skip
 
 __all__ = [

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from advisor.advise.engine import AnalysisResult, Options, examine, open_ranks
+from advisor.advise.engine import AnalysisResult, Options, analyze_in_full, open_ranks
 from advisor.advise.finding_text import ranked_findings
 from advisor.advise.ranks.job import files_summarized_apart
 from advisor.core.errors import AdvisorError
@@ -408,10 +408,10 @@ class DashboardSession:
 
         options = replace(self.options, read=read_options, on_progress=report_progress)
         if not self.is_live and not is_one_run and files_summarized_apart([entry.path], options):
-            return examine(entry.path, options, report_measuring)
+            return analyze_in_full(entry.path, options, report_measuring)
         run = open_ranks(entry.path, replace(self.options, read=read_options))
         report_measuring()
-        return examine(run, self._options_for(run))
+        return analyze_in_full(run, self._options_for(run))
 
     def _load_saved_report(self, entry: OpenedPath) -> bool:
         """Load a saved report of several ranks. Return False for any other path."""

@@ -37,24 +37,24 @@ _kept: OrderedDict[str, AnalysisResult] = OrderedDict()
 
 def analyze_cached(path: str) -> AnalysisResult:
     """The result for a file or folder, under the settings as delivered."""
-    return engine.examine(path, Options(config={}))
+    return engine.analyze_in_full(path, Options(config={}))
 
 
 def share() -> None:
     """Let an analysis of such a recording be the one that was made before."""
-    examine, analyze = engine.examine, engine.analyze
+    analyze_in_full, analyze = engine.analyze_in_full, engine.analyze
 
-    @wraps(examine)
+    @wraps(analyze_in_full)
     def examine_once(source: Any, options: Any = None, on_read: Any = None) -> AnalysisResult:
         key = _cache_key(source, options)
         if key is None:
-            return examine(source, options, on_read)
+            return analyze_in_full(source, options, on_read)
         if key in _kept:
             _kept.move_to_end(key)
             if on_read is not None:
                 on_read()
         else:
-            _kept[key] = examine(source, options, on_read)
+            _kept[key] = analyze_in_full(source, options, on_read)
             while len(_kept) > MAX_KEPT:
                 _kept.popitem(last=False)
         return _kept[key]
@@ -67,11 +67,11 @@ def share() -> None:
         file = reports / hashlib.sha256(key.encode()).hexdigest()
         if not file.exists():
             part = file.with_suffix(f".{id(key)}")
-            part.write_bytes(engine.examine(source, options).report.to_json())
+            part.write_bytes(engine.analyze_in_full(source, options).report.to_json())
             part.replace(file)
         return Report.from_json(file.read_bytes())
 
-    engine.examine, engine.analyze = examine_once, analyze_once
+    engine.analyze_in_full, engine.analyze = examine_once, analyze_once
 
 
 def _cache_key(source: Any, options: Options | None) -> str | None:

@@ -19,7 +19,6 @@ from advisor.advise.impact import (
     scale_to_run,
     with_gain,
 )
-from advisor.advise.one_run import refuse_unrelated
 from advisor.advise.options import Options as Options  # noqa: PLC0414
 from advisor.advise.priority import prioritize
 from advisor.advise.ranks.job import files_summarized_apart, first_rank, summarize_apart
@@ -35,6 +34,7 @@ from advisor.advise.rule_runner import (
     read_hot_lines,
     run_ranks,
 )
+from advisor.advise.unrelated_inputs import refuse_unrelated
 from advisor.advise.window_choice import choose_windows
 from advisor.core.errors import AdvisorError
 from advisor.core.layers import MeshAxis
@@ -81,10 +81,10 @@ def analyze(
     """Read traces (a path, several, or an opened Run) and say what is slow.
 
     Raises AdvisorError when there is nothing to analyse."""
-    return examine(source, options).report
+    return analyze_in_full(source, options).report
 
 
-def examine(
+def analyze_in_full(
     source: str | Path | Sequence[str | Path] | Run,
     options: Options | None = None,
     on_read: Callable[[], object] | None = None,
@@ -120,7 +120,7 @@ def examine(
     names = {number: host_of(a.trace.meta.path) for number, a in analyses.items()}
     hosts = {number: name for number, name in names.items() if name} if len(names) > 1 else {}
     for a in analyses.values():
-        a.machine = NodeLinks(options.node_size, options.node_bandwidth, hosts)
+        a.node_links = NodeLinks(options.node_size, options.node_bandwidth, hosts)
     main = next(iter(analyses))
     results = run_ranks(analyses, rules)
     summaries = summaries or [
@@ -244,7 +244,7 @@ def _build_mesh(a: Analysis, rank: int, comparison: RankComparison | None) -> li
         index = comparison.summary_index(rank)
         waits = None if index is None else collective_waits(comparison.job.joined, index)
         hosts = {each.rank: each.host for each in comparison.job.summaries if each.host}
-        a.machine = a.machine._replace(hosts=hosts)
+        a.node_links = a.node_links._replace(hosts=hosts)
     return report_mesh(a, waits=waits)
 
 

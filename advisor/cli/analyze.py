@@ -112,7 +112,7 @@ def command(
     check_ranks(paths, options)
     renderer = choose_output(paths, format_name, output, csv, table=by is not None)
     names = RedactionNames(redact)
-    examined = examine_paths(paths, options, progress, names)
+    examined = analyze_paths_in_full(paths, options, progress, names)
     report = examined.report
     redaction = names.collect(examined.run)
     left_out = _list_problems(examined.run, paths)
@@ -276,7 +276,7 @@ class RedactionNames:
         return self._names.found
 
 
-def examine_paths(
+def analyze_paths_in_full(
     paths: list[str], options: Options, progress: bool, names: RedactionNames | None = None
 ) -> AnalysisResult:
     """Read and analyse traces with a progress line on stderr. ``names`` collects users and hosts
@@ -284,15 +284,17 @@ def examine_paths(
     with out.Progress(progress) as shown:
         peek = None if names is None else names.peek
         options = o.with_read_options(options, progress=shown.report_bytes, peek=peek)
-        return examine_with(paths, replace(options, on_progress=RankProgress(shown)), shown)
+        return analyze_with_progress(
+            paths, replace(options, on_progress=RankProgress(shown)), shown
+        )
 
 
-def examine_with(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
+def analyze_with_progress(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
     """Analyse traces with a progress line that the caller continues to use."""
-    from advisor.advise.engine import examine
+    from advisor.advise.engine import analyze_in_full
 
     _allow_interrupts()
-    return examine(paths, options, lambda: shown.show("measuring"))
+    return analyze_in_full(paths, options, lambda: shown.show("measuring"))
 
 
 def _allow_interrupts() -> None:

@@ -91,7 +91,7 @@ def _compare(
     before: str, after: str, options: Options, progress: bool, redaction: RedactionNames
 ) -> tuple[Comparison, set[str] | None]:
     """Return the comparison, and the users and hosts to remove from it, or ``None``."""
-    from advisor.advise.engine import examine, open_ranks
+    from advisor.advise.engine import analyze_in_full, open_ranks
     from advisor.cli.report import read_saved
     from advisor.compare import compare_examined
 
@@ -110,7 +110,7 @@ def _compare(
                 continue
             run = open_ranks(path, options)
             shown.show("measuring")
-            examined.append(examine(run, options))
+            examined.append(analyze_in_full(run, options))
         shown.show("comparing")
         names = redaction.collect(*(item.run for item in examined))
         if not any(saved):

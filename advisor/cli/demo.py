@@ -14,7 +14,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import Top, deliver, examine_paths
+from advisor.cli.analyze import Top, analyze_paths_in_full, deliver
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError, install_command
 from advisor.core.files import scratch_folder
@@ -72,7 +72,7 @@ def command(
 
 def _show_recording(format_name: str, **shown_parts: Any) -> None:
     """Analyse the recording from before the fix. On a terminal, also show what the fix saved."""
-    from advisor.advise.engine import Options, examine
+    from advisor.advise.engine import Options, analyze_in_full
     from advisor.cli.output import Progress
     from advisor.compare.compare import compare_examined
 
@@ -80,9 +80,9 @@ def _show_recording(format_name: str, **shown_parts: Any) -> None:
     paths = [folder / f"loader_{when}.json.gz" for when in ("before", "after")]
     with Progress() as shown:
         shown.show("analyzing")
-        before = examine([str(paths[0])], Options())
+        before = analyze_in_full([str(paths[0])], Options())
         is_terminal = format_name == "terminal"
-        after = examine([str(paths[1])], Options()) if is_terminal else None
+        after = analyze_in_full([str(paths[1])], Options()) if is_terminal else None
     if after is None:
         deliver(before.report, REPORTS.renderer(format_name), analysis=before.main, **shown_parts)
         return
@@ -147,7 +147,7 @@ def _choose_device(device: str | None) -> str:
 def _analyse(trace: Path, format_name: str, **shown_parts: Any) -> None:
     from advisor.advise.engine import Options
 
-    report = examine_paths([str(trace)], Options(), True).report
+    report = analyze_paths_in_full([str(trace)], Options(), True).report
     if format_name == "terminal":
         out.show(f"$ advisor analyze {trace}\n\n")
     deliver(report, REPORTS.renderer(format_name), **shown_parts)

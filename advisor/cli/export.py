@@ -9,7 +9,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import RedactionNames, examine_with
+from advisor.cli.analyze import RedactionNames, analyze_with_progress
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
 from advisor.read.remote import urls
@@ -59,7 +59,7 @@ def command(
     redaction = RedactionNames(redact)
     with out.Progress(progress) as shown:
         options = o.with_read_options(options, progress=shown.report_bytes, peek=redaction.peek)
-        examined = examine_with([path], options, shown)
+        examined = analyze_with_progress([path], options, shown)
         a, report = examined.main, examined.report
         if a.record_only:
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")

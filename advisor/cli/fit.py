@@ -83,7 +83,7 @@ def _read_history(
 ) -> tuple[PeakMemory, Analysis | None, RankRecord | None]:
     """Return the memory history, the trace that times changes (or ``None``), and the rank's record.
     Raises AdvisorError if there is no history, or its values contradict each other."""
-    from advisor.advise.one_run import open_first_windows
+    from advisor.advise.unrelated_inputs import open_first_windows
     from advisor.measure import Analysis
     from advisor.measure.memory.peak_memory import peak_memories
 

@@ -139,9 +139,9 @@ def _read_report(path: str, options: Options, progress: bool) -> Report:
 
 
 def _analyse_run(path: str, options: Options, progress: bool) -> Report:
-    from advisor.cli.analyze import examine_paths
+    from advisor.cli.analyze import analyze_paths_in_full
 
-    return examine_paths([path], options, progress).report
+    return analyze_paths_in_full([path], options, progress).report
 
 
 def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:

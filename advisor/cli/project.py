@@ -78,7 +78,7 @@ def command(
         raise AdvisorError("no GPU is given: add --gpu NAME, --all or --gpus N")
     if gpus and (gpu or all_gpus):
         raise AdvisorError("--gpus N is for the recorded GPU: give it without --gpu and --all")
-    from advisor.advise.one_run import open_first_windows
+    from advisor.advise.unrelated_inputs import open_first_windows
     from advisor.core.files import read_toml
     from advisor.core.prices import read_prices
     from advisor.replay.project.project import Projector

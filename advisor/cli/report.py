@@ -9,7 +9,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
-from advisor.cli.analyze import RedactionNames, deliver, examine_paths
+from advisor.cli.analyze import RedactionNames, analyze_paths_in_full, deliver
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import REPORTS
 
@@ -62,7 +62,7 @@ def command(
     if saved is not None:
         result, names = saved, redaction.collect()
     else:
-        examined = examine_paths(paths, options, progress, redaction)
+        examined = analyze_paths_in_full(paths, options, progress, redaction)
         result, analysis = examined.report, examined.main
         names = redaction.collect(examined.run)
     if html is not None:

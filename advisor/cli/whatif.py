@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from advisor.core.trace import Run
     from advisor.measure import Analysis
     from advisor.render.document import Document
-    from advisor.replay.result import WhatIfResult
+    from advisor.replay.what_if import WhatIfResult
 
 EDITS_HELP = (
     "VERB TARGET[:PATTERN] [under:PATTERN] [rank:N] [NUMBER], for example 'scale kernel:softmax "
@@ -107,7 +107,7 @@ def command(
     op, python, range, host, sync, loader, gap. More: docs/whatif.md
     of a checkout."""
     from advisor.replay.edit_language import VERBS, parse_edit
-    from advisor.replay.result import what_if
+    from advisor.replay.what_if import what_if
 
     if path.split()[:1] and path.split()[0] in VERBS and not Path(path).exists():
         edit_text = shlex.quote(" ".join([path, *changes]))
@@ -116,7 +116,7 @@ def command(
         changes = [" ".join(changes)] if changes else []
     edit = [*changes, *edit]
     edits = [parse_edit(line) for line in edit]
-    from advisor.advise.one_run import open_first_windows
+    from advisor.advise.unrelated_inputs import open_first_windows
     from advisor.render.documents import whatif as documents
 
     renderer = out.choose_renderer(PREDICTIONS, format_name, output)
@@ -147,7 +147,7 @@ def _replay_edits(run: Run, lines: list[str], edits: list[Edit], options: o.Opti
     """Replay the steps with edits, which were written as ``lines``. Raises AdvisorError if an edit
     selects nothing."""
     from advisor.render.documents import whatif as documents
-    from advisor.replay.result import what_if
+    from advisor.replay.what_if import what_if
 
     result = what_if(run, edits, options.rank, steps=options.steps)
     if missed := [i for i, row in enumerate(result.edits) if row.selected == 0]:
@@ -164,14 +164,14 @@ def _replay_edits(run: Run, lines: list[str], edits: list[Edit], options: o.Opti
 def _list_edits(path: str, run: Run, options: o.Options) -> str:
     """Return the longest targets of the trace, with the report's names of idle causes, and the
     edits of its findings to paste."""
-    from advisor.advise.engine import examine
+    from advisor.advise.engine import analyze_in_full
     from advisor.advise.finding_text import ranked_findings
     from advisor.core.labels import clean
     from advisor.core.text import count_noun, format_duration, idle_label
     from advisor.replay.edit_language import write_edit
     from advisor.replay.selection import largest_targets, selects_anything
 
-    examined = examine(run, options)
+    examined = analyze_in_full(run, options)
     targets, steps = largest_targets(examined.main, MAX_TARGETS), examined.main.step_count
     framework = examined.report.scope.framework
     causes = {f"gap:{part.cause}": idle_label(part, framework) for part in examined.report.idle}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import advisor
-from advisor.advise.engine import AnalysisResult, Options, examine
+from advisor.advise.engine import AnalysisResult, Options, analyze_in_full
 from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import (
@@ -66,7 +66,8 @@ def compare(
     """Read, analyze and compare two runs. A saved Report can replace a run; its step times compare
     just as exactly. Raises AdvisorError as ``analyze`` does."""
     sides = [
-        given if isinstance(given, Report) else examine(given, options) for given in (before, after)
+        given if isinstance(given, Report) else analyze_in_full(given, options)
+        for given in (before, after)
     ]
     if isinstance(sides[0], AnalysisResult) and isinstance(sides[1], AnalysisResult):
         return compare_examined(sides[0], sides[1])

@@ -175,7 +175,7 @@ class Tools:
     def what_if(self, path: Place, edits: Edits, rank: Rank = None) -> ReplayAnswer:
         """Predict how long a step would take with changes, by replaying its dependency graph."""
         from advisor.replay.edit_language import parse_edit
-        from advisor.replay.result import what_if
+        from advisor.replay.what_if import what_if
 
         if not 0 < len(edits) <= _MAX_EDITS:
             raise AdvisorError(f"give 1 to {_MAX_EDITS} edits")
@@ -280,7 +280,7 @@ class Tools:
     ) -> Projected:
         """Predict the step on another GPU (gpu), or with more or fewer GPUs (gpus) for each split
         of the job. With many ranks it is predicted for the rank with the most work."""
-        from advisor.advise.one_run import open_first_windows
+        from advisor.advise.unrelated_inputs import open_first_windows
         from advisor.core.gpus import find_gpu
         from advisor.measure.comm.links import NodeLinks
         from advisor.read import ReadOptions
@@ -331,7 +331,7 @@ class Tools:
 
     def _all_ranks(self, given: str, rank: int | None) -> Run:
         """Return the run with all ranks of its report. An analysis holds only the first of many."""
-        from advisor.advise.one_run import open_first_windows
+        from advisor.advise.unrelated_inputs import open_first_windows
         from advisor.read import ReadOptions
 
         analysis = self._examine_path(given, rank)
@@ -349,13 +349,13 @@ class Tools:
 
 def _examine(path: Path, rank: int | None, _written_ns: int) -> AnalysisResult:
     """Analyse a path. The time of its last write is a part of the cache key."""
-    from advisor.advise.engine import Options, examine
+    from advisor.advise.engine import Options, analyze_in_full
     from advisor.core.prices import NO_PRICES
     from advisor.read import ReadOptions
 
     options = ReadOptions(max_bytes=_MAX_BYTES, urls=False)
     # no settings from a folder that a client may write to
-    return examine(path, Options(rank=rank, read=options, config={}, prices=NO_PRICES))
+    return analyze_in_full(path, Options(rank=rank, read=options, config={}, prices=NO_PRICES))
 
 
 def _last_write_ns(path: Path) -> int:

@@ -160,7 +160,7 @@ class Analysis:
         """The allocator's snapshot of this rank, or None if none was given."""
         self.snapshot_series: tuple[MemorySnapshot, ...] = ()
         """Snapshots of this rank over the run, in order of time, if there are several."""
-        self.machine = UNKNOWN_LINKS
+        self.node_links = UNKNOWN_LINKS
         """Node size, network rate and hosts as the user gave them."""
         self.idle_reads = 0
         """Number of reads of measurements that depend on when the device was idle."""

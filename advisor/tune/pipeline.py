@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 import advisor
-from advisor.advise.engine import AnalysisResult, Options, examine
+from advisor.advise.engine import AnalysisResult, Options, analyze_in_full
 from advisor.advise.rule_loading import load_rules
 from advisor.core import run_directory as rundir
 from advisor.core.cgroup import count_cores
@@ -259,7 +259,7 @@ class TrialPlan(NamedTuple):
 
 def plan_trials(run: Path, machine: Machine) -> TrialPlan:
     """Plan the trials of a recorded run. Raises AdvisorError if nothing in it can be analysed."""
-    analysis = examine(run, Options())
+    analysis = analyze_in_full(run, Options())
     names_of = {rule.id: rule.knobs for rule in load_rules()}
     report = analysis.report
     trials: list[Trial] = []

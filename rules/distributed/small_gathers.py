@@ -15,8 +15,8 @@ from advisor.measure.comm.links import (
     SIMPLE,
     count_local,
     find_link,
+    find_node_links,
     group_ranks,
-    machine_of,
     ring_latency,
     select_collectives,
 )
@@ -161,7 +161,7 @@ class SmallGathers(Rule):
 def _add_latency(a: Analysis, table: pl.DataFrame) -> pl.DataFrame:
     """Add ``shortest`` of each kind, size and group, ``transfer`` of its bytes, and ``latency``,
     ns. Rows of groups whose link or rate is unknown are left out."""
-    machine = machine_of(a)
+    machine = find_node_links(a)
     keys = ["collective", "bytes", "group_size", "ranks"]
     times = table.group_by(keys).agg(pl.col("dur").quantile(0.1).alias("shortest"))
     rows = []

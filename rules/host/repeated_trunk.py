@@ -81,7 +81,7 @@ class RepeatedTrunk(Rule):
     references = ("https://arxiv.org/abs/1506.02142",)
 
     min_forwards = Threshold(12, "forwards that were compared: one sample", CHOSEN)
-    min_repeated_factor = Threshold(
+    min_repeated_ratio = Threshold(
         0.6, "of the repeated passes of a step had the input of an earlier one", CHOSEN
     )
     min_share = Threshold(0.05, "of the step in operators that run again", XPROF)
@@ -131,7 +131,7 @@ class RepeatedTrunk(Rule):
         if run_steps.inference and not again and not module.has_one_input:
             # a step is one pass
             again, share, expected = calls, module.share_with_same_input, 0.5
-        if module.same_input < self.min_repeated_factor * expected * module.forwards or not again:
+        if module.same_input < self.min_repeated_ratio * expected * module.forwards or not again:
             return
         rows = np.array([row for each in again for row in each.rows])
         rows, _ = with_backward(a, rows)
@@ -156,7 +156,7 @@ class RepeatedTrunk(Rule):
                 self.compare(
                     f"calls of {module.module} with the input of an earlier one, of those expected",
                     module.same_input / (expected * module.forwards),
-                    "min_repeated_factor",
+                    "min_repeated_ratio",
                 ),
                 self.compare_share(a, "operators that run again", ns),
             ],
@@ -178,7 +178,7 @@ class RepeatedTrunk(Rule):
                 "not again",
             ),
             "dropout at the input": (_build_calls(first=True), "not calls"),
-            "other inputs": (_build_calls(again=2), "min_repeated_factor"),
+            "other inputs": (_build_calls(again=2), "min_repeated_ratio"),
             "few compared": (_build_calls(forwards=11), "min_forwards"),
             "one pass": (_build_calls(count=1), "not again"),
             "other shapes in each pass": (_build_calls(shapes_differ=True), "not again"),

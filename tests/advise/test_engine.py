@@ -11,7 +11,7 @@ import pytest
 
 import advisor
 from advisor.advise import report_text
-from advisor.advise.engine import Options, analyze, examine
+from advisor.advise.engine import Options, analyze, analyze_in_full
 from advisor.advise.report_charts import build_fix_sequence
 from advisor.advise.rule_loading import load_rules, read_config
 from advisor.advise.rule_runner import RULE_FAILED, run_rules
@@ -145,7 +145,7 @@ def test_window_gains_are_ordered_at_run_scale(
 
 def test_code_shared_by_two_fixes_is_not_saved_twice() -> None:
     """H100: pinning each batch is also what the sampled stacks show in that line."""
-    report = examine(str(CORPUS / "h100/pin_each_step")).report
+    report = analyze_in_full(str(CORPUS / "h100/pin_each_step")).report
     hot = next(f for f in report.findings if f.rule == "sampled-hot-spot")
     assert (hot.priority, hot.folded_under) == (None, report.findings[0].rule)
     assert hot.title == "Line 28 of pin_each_step.py leaves the GPU idle"
@@ -153,7 +153,7 @@ def test_code_shared_by_two_fixes_is_not_saved_twice() -> None:
 
 def test_gain_between_steps_is_found_once_and_in_no_step_table() -> None:
     """H100: validation every 8 steps, outside of them."""
-    report = examine(str(CORPUS / "h100/seg_val_hist")).report
+    report = analyze_in_full(str(CORPUS / "h100/seg_val_hist")).report
     first = report.findings[0]
     assert (first.rule, first.impact and first.impact.unit) == ("periodic-work", "run")
     (pauses,) = (f for f in report.findings if f.rule == "time-between-steps")
@@ -167,7 +167,7 @@ def test_gain_between_steps_is_found_once_and_in_no_step_table() -> None:
 
 def test_fixes_with_gains_of_their_own_have_code_of_their_own() -> None:
     """H100: transposes ask for channels-last order, slow convolutions for a search besides."""
-    report = examine(str(CORPUS / "h100/conv_heuristics")).report
+    report = analyze_in_full(str(CORPUS / "h100/conv_heuristics")).report
     code = {f.rule: f.code for f in report.findings}
     assert code["slow-convolution"].startswith("torch.backends.cudnn.benchmark = True")
     assert "channels_last" not in code["slow-convolution"]
@@ -177,13 +177,13 @@ def test_fixes_with_gains_of_their_own_have_code_of_their_own() -> None:
 def test_unprofiled_host_time_is_a_lower_bound_of_a_gain() -> None:
     """H100: 6.0 ms of device work go; the host's own 7.4 ms are left of a step of 9.18 ms, where
     the profiler makes them 11.4."""
-    impact = examine(str(CORPUS / "h100/doc_finder")).report.findings[0].impact
+    impact = analyze_in_full(str(CORPUS / "h100/doc_finder")).report.findings[0].impact
     assert impact is not None and impact.low_ns is not None
     assert 0.5e6 < impact.low_ns < 1.8e6
 
 
 def test_partly_recorded_cost_is_bounded_by_device_work() -> None:
-    report = examine(str(CORPUS / "h100/compiled_breaks")).report
+    report = analyze_in_full(str(CORPUS / "h100/compiled_breaks")).report
     first = report.findings[0]
     assert first.known_cost and first.impact is not None
     assert first.impact.high_by == "device work"
@@ -203,7 +203,7 @@ def test_collective_seen_by_two_ranks_is_saved_once(
 
 def test_pace_is_that_of_the_unprofiled_step() -> None:
     """H100: the device works for 8.04 ms of a step of 8.7, or of a profiled one of 17.2."""
-    report = examine(str(CORPUS / "h100/latent_sampler")).report
+    report = analyze_in_full(str(CORPUS / "h100/latent_sampler")).report
     assert report.verdict.startswith(
         "GPU busy 93% of an 8.7 ms inference step (47% while profiled)"
     )

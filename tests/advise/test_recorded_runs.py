@@ -19,7 +19,7 @@ from advisor.measure import Analysis
 from advisor.read import open_run
 from advisor.render.formats import REPORTS
 from advisor.replay.estimators import GainEstimator
-from advisor.replay.result import what_if
+from advisor.replay.what_if import what_if
 from advisor.rules.support.loader_waits import SINGLE_PROCESS
 from advisor.testing import TraceBuilder
 from advisor.testing.record import RecordBuilder

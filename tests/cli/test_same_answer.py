@@ -17,7 +17,7 @@ from advisor.advise.ranks import job
 from advisor.core.report import Report
 from advisor.dashboard.loaded_runs import DashboardSession
 from advisor.read import open_run
-from advisor.replay.result import what_if
+from advisor.replay.what_if import what_if
 from benchmarks.simulation import kineto
 from benchmarks.simulation.programs import play, simulate
 

@@ -19,7 +19,7 @@ pytest.importorskip("dash")
 
 from plotly.utils import PlotlyJSONEncoder
 
-from advisor.advise.engine import analyze, examine
+from advisor.advise.engine import analyze, analyze_in_full
 from advisor.cli.dashboard import EDITOR, parse_editor
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
@@ -316,7 +316,7 @@ def test_the_step_time_in_a_list_of_runs_equals_that_of_the_report(
     """The step time of the first run is not measured, because the host runs ahead. The second run
     uses the mean of its steps, the third one the median."""
     path = shared_file(f"h100/{name}")
-    report = examine(path).report
+    report = analyze_in_full(path).report
     step = RunSummary.read(path).step
     assert (step and step.reference_ns) == (report.step and report.step_ns)
 

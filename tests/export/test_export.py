@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from advisor.advise.engine import AnalysisResult, analyze, examine
+from advisor.advise.engine import AnalysisResult, analyze, analyze_in_full
 from advisor.core.errors import AdvisorError
 from advisor.export import build_tracks, rewrite
 from advisor.testing import TraceBuilder
@@ -32,7 +32,7 @@ def load(path: Path | str) -> dict[str, Any]:
 
 def export(path: str | Path, target: Path) -> tuple[AnalysisResult, dict[str, Any], dict[str, Any]]:
     """Export a trace; return the analysis, the original and the exported events."""
-    result = examine(path)
+    result = analyze_in_full(path)
     rewrite(str(path), target, lambda head: build_tracks(result.main, result.report, head))
     return result, load(path), load(target)
 
@@ -149,7 +149,7 @@ def test_a_truncated_trace_is_exported_up_to_the_cut_and_whole(
     text = slow_trace.read_bytes()
     cut = tmp_path / "cut.json"
     cut.write_bytes(text[: len(text) * 3 // 4])
-    result = examine(str(cut))
+    result = analyze_in_full(str(cut))
     written = rewrite(
         str(cut), tmp_path / "out.json", lambda head: build_tracks(result.main, result.report, head)
     )

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import advisor.export.redact
 from advisor import cli
-from advisor.advise.engine import analyze, examine
+from advisor.advise.engine import analyze, analyze_in_full
 from advisor.core.credentials import clean_value
 from advisor.core.finding import Edit
 from advisor.core.report import Report
@@ -682,13 +682,13 @@ def test_rank_report_leaks_no_private_data(
 
 def test_edits_of_a_redacted_report_select_the_same_work(tmp_path: Path) -> None:
     path = str(private_trace(tmp_path))
-    examined = examine(path)
+    examined = analyze_in_full(path)
     private = {"alice", "gpu-node-12"}  # as the command line learns them from the file
     original, clean = examined.report, redact(examined.report, private)
     assert [len(f.edits) for f in original.findings] == [len(f.edits) for f in clean.findings]
     exported = tmp_path / "clean.json"
     rewrite(path, exported, redacted=True, names=private)
-    other = examine(str(exported)).main
+    other = analyze_in_full(str(exported)).main
     checked = 0
     for one, two in zip(original.findings, clean.findings, strict=True):
         for edit, safe in zip(one.edits, two.edits, strict=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from advisor import analyze
-from advisor.advise.engine import examine
+from advisor.advise.engine import analyze_in_full
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.core.trace import Run
@@ -118,7 +118,7 @@ def step_with(theoretical: float, *, hidden: bool) -> TraceBuilder:
 
 
 def report_of(b: TraceBuilder) -> Report:
-    return examine(Run(traces={(-1, 0): b.trace()})).report
+    return analyze_in_full(Run(traces={(-1, 0): b.trace()})).report
 
 
 def test_a_local_gain_is_replayed_into_the_step() -> None:
@@ -167,7 +167,7 @@ def test_profile_without_matching_kernels_is_reported() -> None:
     )
     trace = b.trace()
     meta = replace(trace.meta, kernel_profiles=profiles)
-    report = examine(Run(traces={(-1, 0): replace(trace, meta=meta)})).report
+    report = analyze_in_full(Run(traces={(-1, 0): replace(trace, meta=meta)})).report
     note = next(note for note in report.notes if note.rule == "kernel-partial-wave")
     assert note.impact is not None and "no launch of these kernels" in note.impact.reason
 
@@ -184,7 +184,7 @@ def test_times_alone_are_no_counters_but_counters_join_them() -> None:
     assert "collect it with rocprof-compute profile" in without_counters.verdict
     assert "not measured" not in str(without_counters)
     options = ReadOptions(kernel_profile=str(LAPLACIAN / "kernel1_data_movement.csv.gz"))
-    both = examine(open_run(str(times), options)).report
+    both = analyze_in_full(open_run(str(times), options)).report
     assert "1,171 GB/s" in str(both) and "2.64 ms" in str(both)
 
 

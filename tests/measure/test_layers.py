@@ -156,12 +156,12 @@ def test_the_same_times_come_out_of_the_json_by_hand(shared_file: Callable[[str]
 def test_a_trace_of_the_capture_names_the_modules_of_a_replay(
     shared_file: Callable[[str], str],
 ) -> None:
-    from advisor.advise.engine import Options, examine
+    from advisor.advise.engine import Options, analyze_in_full
 
     replay = shared_file("serving/vllm_decode_full/replay.json.gz")
     capture = shared_file("serving/vllm_decode_full/capture.json.gz")
     without_capture = Analysis(read_trace(replay)).layers
-    named = examine([replay], Options(capture=capture)).main.layers
+    named = analyze_in_full([replay], Options(capture=capture)).main.layers
     assert without_capture is not None and named is not None
     tops = [
         int(each.nodes.filter(pl.col("parent").is_null())["ns"].sum())

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import zstandard
 
-from advisor.advise.engine import analyze, examine
+from advisor.advise.engine import analyze, analyze_in_full
 from advisor.core.finding import GUESSED_STEP_SOURCES
 from advisor.core.trace import Trace
 from advisor.measure import Analysis
@@ -103,7 +103,7 @@ def test_last_steps_alone_last_as_long_where_the_host_runs_ahead(name, kept, tmp
     recorded = [e for e in events if e.get("ph") == "M" or e.get("ts", 0) >= start]
     part = tmp_path / "part.json"
     part.write_text(json.dumps(content | {"traceEvents": recorded}))
-    expected, result = examine(str(whole)), examine(str(part))
+    expected, result = analyze_in_full(str(whole)), analyze_in_full(str(part))
     assert result.main.step_count == kept
     mean = expected.main.span_ns / expected.main.step_count
     assert result.main.span_ns / kept == pytest.approx(mean, rel=0.06)

@@ -21,7 +21,7 @@ import polars as pl
 import pytest
 
 from advisor import cli
-from advisor.advise.engine import Options, analyze, examine
+from advisor.advise.engine import Options, analyze, analyze_in_full
 from advisor.core.errors import AdvisorError
 from advisor.measure import Analysis
 from advisor.measure.host.host_time import python_hot_spots
@@ -619,7 +619,7 @@ def test_a_mutated_file_is_read_or_refused_in_a_line(chunk: int, tmp_path: Path)
         chance = random.Random(number)
         path.write_bytes(_mutated(chance.choice(seeds), chance) or b"\0")
         try:
-            report = examine(str(path), Options(config={})).report
+            report = analyze_in_full(str(path), Options(config={})).report
         except AdvisorError as error:
             assert "\n" not in str(error), number
             continue

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from advisor.advise.engine import examine
+from advisor.advise.engine import analyze_in_full
 from advisor.core.finding import Finding
 from advisor.core.report import HotLine, Report
 from advisor.core.text import split_sentences, split_verdict
@@ -109,7 +109,7 @@ def test_a_kernel_that_is_an_image_tag_is_text(tmp_path: Path) -> None:
             with b.op(name, [[512, 512]], "float"):
                 b.launch(name, 900, stream=7)
             b.sync()
-    result = examine(b.write(tmp_path / "x.json"))
+    result = analyze_in_full(b.write(tmp_path / "x.json"))
     text = REPORTS.render("html", result.report, analysis=result.main)
     page = Page(text)
     assert "<img" not in text
@@ -186,7 +186,7 @@ def test_one_legend_explains_the_bar_and_the_lanes_of_a_step(tmp_path: Path) -> 
                 b.launch("ampere_sgemm", 1000, stream=7)
             b.sync()
             b.host(3000)
-    result = examine(b.write(tmp_path / "step.json"))
+    result = analyze_in_full(b.write(tmp_path / "step.json"))
     page = Page(REPORTS.render("html", result.report, analysis=result.main))
     assert "A typical step" in page.text and "stream 7" in page.text
     assert "idle: outside operators" in page.text and "idle: unknown" not in page.text
@@ -311,7 +311,7 @@ def test_page_without_device_work_has_no_strip(tmp_path: Path) -> None:
         with b.step(), b.op("aten::mm"):
             b.host(100)
     assert build_step_lanes(b.analysis()) is None
-    result = examine(b.write(tmp_path / "cpu.json"))
+    result = analyze_in_full(b.write(tmp_path / "cpu.json"))
     page = Page(REPORTS.render("html", result.report, analysis=result.main))
     assert "on the host's main thread" in page.text
 
@@ -320,7 +320,7 @@ def test_page_without_device_work_has_no_strip(tmp_path: Path) -> None:
 def test_a_real_trace_makes_a_small_sound_page(
     shared_trace: Callable[[str], str], name: str
 ) -> None:
-    result = examine(shared_trace(name))
+    result = analyze_in_full(shared_trace(name))
     text = REPORTS.render("html", result.report, analysis=result.main)
     assert len(text.encode()) < 200_000
     page = Page(text)

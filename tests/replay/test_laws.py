@@ -38,8 +38,8 @@ from advisor.replay.graph import GAP_NS, EdgeKind
 from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.replay import MIN_STEADY
 from advisor.replay.replay_quality import critical_path
-from advisor.replay.result import what_if
 from advisor.replay.selection import host_of_layer, selected_gaps, selected_gpu, selected_host
+from advisor.replay.what_if import what_if
 from advisor.replay.window_replayer import WindowReplayer
 from benchmarks.public_traces import trace_names
 from tests.corpus_analyses import analyze_cached

@@ -9,8 +9,8 @@ from advisor.core.finding import Select
 from advisor.core.trace import Run
 from advisor.measure.host.layers import work_nodes
 from advisor.replay.edit_language import parse_edit
-from advisor.replay.result import what_if
 from advisor.replay.selection import find_near_matches, selected_gpu
+from advisor.replay.what_if import what_if
 from advisor.replay.window_replayer import WindowReplayer
 from advisor.testing import TraceBuilder
 

@@ -38,7 +38,7 @@ from advisor.read import open_run, read_trace
 from advisor.replay.edit_language import parse_edit
 from advisor.replay.estimators import ReplayEstimator, estimator_for
 from advisor.replay.ranks.estimator import estimate_ranks
-from advisor.replay.result import what_if
+from advisor.replay.what_if import what_if
 from advisor.replay.window_replayer import WindowReplayer
 
 OF_JOB, FLOOR_OF_JOB = 0.3, 0.02

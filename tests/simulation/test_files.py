@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from advisor.advise.engine import examine
+from advisor.advise.engine import analyze_in_full
 from advisor.advise.ranks.task import summarize_file
 from advisor.measure.ranks.summary_schema import PackedColumns, RankSummary, unpack
 from benchmarks.simulation import kineto
@@ -71,7 +71,7 @@ def test_analyze_reads_a_simulated_file_without_complaint(tmp_path: Path) -> Non
     played = small_job(3, HEALTHY)
     path = tmp_path / kineto.file_name(played.job, 5)
     path.write_bytes(gzip.compress(kineto.trace(played, 5), 1))
-    result = examine(path)
+    result = analyze_in_full(path)
     assert list(result.analyses) == [5] and result.main.step_count == 3
     trace = result.main.trace
     assert not trace.meta.truncated and trace.meta.nesting_repaired == 0

@@ -44,28 +44,28 @@ class AxisLink(NamedTuple):
     """Rate in one direction, from the datasheet or the user, GB/s, or ``None`` if unknown."""
 
 
-def find_node_size(a: Analysis, machine: NodeLinks) -> int | None:
+def find_node_size(a: Analysis, node_links: NodeLinks) -> int | None:
     """Return the GPUs of a node: as given, else the ranks per host, else the number of devices in
     the trace if there are several. ``None`` if unknown: a process may see one of many GPUs."""
-    if machine.node_size:
-        return machine.node_size
-    if machine.hosts and len(machine.hosts) >= (a.trace.meta.world_size or 2):
-        counts = Counter(Counter(machine.hosts.values()).values())
+    if node_links.node_size:
+        return node_links.node_size
+    if node_links.hosts and len(node_links.hosts) >= (a.trace.meta.world_size or 2):
+        counts = Counter(Counter(node_links.hosts.values()).values())
         return counts.most_common(1)[0][0]
     devices = len(a.trace.meta.devices)
     return devices if devices > 1 else None
 
 
 def find_link(
-    a: Analysis, ranks: Sequence[int], size: int | None, machine: NodeLinks
+    a: Analysis, ranks: Sequence[int], size: int | None, node_links: NodeLinks
 ) -> AxisLink | None:
     """Find the link of a group, or return ``None`` if it is unknown which ranks share a node. If
     hosts are unknown, ranks are assumed to be numbered node by node, as by torchrun."""
-    crosses = _crosses_nodes(a, ranks, size, machine)
+    crosses = _crosses_nodes(a, ranks, size, node_links)
     if crosses is None:
         return None
     if crosses:
-        return AxisLink(True, None, machine.network_gb_per_s)
+        return AxisLink(True, None, node_links.network_gb_per_s)
     link = None if a.hardware is None else a.hardware.link
     return (
         AxisLink(False, None, None) if link is None else AxisLink(False, link.name, link.gb_per_s)
@@ -73,11 +73,11 @@ def find_link(
 
 
 def _crosses_nodes(
-    a: Analysis, ranks: Sequence[int], size: int | None, machine: NodeLinks
+    a: Analysis, ranks: Sequence[int], size: int | None, node_links: NodeLinks
 ) -> bool | None:
-    if len(ranks) > 1 and all(rank in machine.hosts for rank in ranks):
-        return len({machine.hosts[rank] for rank in ranks}) > 1
-    node = find_node_size(a, machine)
+    if len(ranks) > 1 and all(rank in node_links.hosts for rank in ranks):
+        return len({node_links.hosts[rank] for rank in ranks}) > 1
+    node = find_node_size(a, node_links)
     if node is None:
         return None
     if len(ranks) > 1:
@@ -129,11 +129,11 @@ LARGE_MESSAGE_BYTES = 16 << 20
 """Minimum size of messages that fill any link, bytes (nccl-tests)."""
 
 
-def count_local(ranks: Sequence[int], machine: NodeLinks) -> int:
+def count_local(ranks: Sequence[int], node_links: NodeLinks) -> int:
     """Count a group's ranks on the node with the most, whose adapters carry its ring together."""
-    if ranks and all(rank in machine.hosts for rank in ranks):
-        return max(Counter(machine.hosts[rank] for rank in ranks).values())
-    counts = Counter(rank // machine.node_size for rank in ranks) if machine.node_size else {}
+    if ranks and all(rank in node_links.hosts for rank in ranks):
+        return max(Counter(node_links.hosts[rank] for rank in ranks).values())
+    counts = Counter(rank // node_links.node_size for rank in ranks) if node_links.node_size else {}
     return max(counts.values(), default=1)
 
 
@@ -165,9 +165,9 @@ class ScaledCollectives(NamedTuple):
     """Tenth percentile over the maximum of the bandwidths: near 1 the link limits, else waits."""
 
 
-def machine_of(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
-    """Return the machine as given, with unknown values from NCCL's log and the topology."""
-    given = given or a.machine
+def find_node_links(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
+    """Return the links as given, with unknown values from NCCL's log and the topology."""
+    given = given or a.node_links
     log = a.trace.meta.network
     if log is None:
         return given
@@ -193,14 +193,14 @@ def scale_collectives(a: Analysis, *, across: bool) -> ScaledCollectives | None:
     table = a.collectives.filter(
         pl.col("bus_gbps").is_not_null() & (pl.col("bytes") >= LARGE_MESSAGE_BYTES)
     )
-    machine = machine_of(a)
+    node_links = find_node_links(a)
     rows, rate = [], 0.0
     for (ranks, size), group_rows in table.group_by("ranks", "group_size", maintain_order=True):
         members = group_ranks(cast(str | None, ranks))
-        link = find_link(a, members, cast(int | None, size), machine)
+        link = find_link(a, members, cast(int | None, size), node_links)
         if link is not None and link.crosses == across and link.gb_per_s:
             rows.append(group_rows)
-            rate = link.gb_per_s * (count_local(members, machine) if across else 1)
+            rate = link.gb_per_s * (count_local(members, node_links) if across else 1)
     if not rows:
         return None
     group_rows = pl.concat(rows)

@@ -30,8 +30,8 @@ from advisor.measure.comm.links import (
     bubble_share,
     count_slots,
     find_link,
+    find_node_links,
     group_ranks,
-    machine_of,
 )
 from advisor.measure.comm.messages import bus_factor
 from advisor.measure.host.names import name_matches
@@ -208,7 +208,7 @@ def report_mesh(
     table = a.collectives
     if table.is_empty():
         return []
-    machine = machine_of(a, machine)
+    machine = find_node_links(a, machine)
     result = []
     keys = ["axis", "group_size", "ranks"]
     for (axis, size, ranks), rows in table.group_by(keys, maintain_order=True):

@@ -13,9 +13,9 @@ from advisor.measure.comm.links import (
     LARGE_MESSAGE_BYTES,
     NodeLinks,
     count_local,
+    find_node_links,
     find_node_size,
     group_ranks,
-    machine_of,
 )
 from advisor.measure.comm.mesh import pipeline_wait
 from advisor.measure.comm.messages import bus_factor
@@ -71,7 +71,7 @@ class TensorPlacement(NamedTuple):
 def find_placement(a: Analysis) -> TensorPlacement | None:
     """Find a placement to improve. ``None`` if tensor parallelism is in one node, or does not fit
     on a node, or it is unknown which ranks share a node."""
-    machine = machine_of(a)
+    machine = find_node_links(a)
     node = find_node_size(a, machine)
     if node is None or a.device_id is None:
         return None

@@ -11,7 +11,7 @@ from advisor.core.report_steps import StepTime
 from advisor.render import document as d
 from advisor.replay.project.mesh import MeshResult
 from advisor.replay.project.precision import LinearLayerGroup, PrecisionResult
-from advisor.replay.result import EditResult, WhatIfResult
+from advisor.replay.what_if import EditResult, WhatIfResult
 
 MAX_EDIT: Final = 30
 """Maximum length of an edit in the table, characters. Longer ones are listed above it."""

@@ -171,17 +171,17 @@ class MeshProjector:
     """Projector of one rank's steps. Raises AdvisorError if there is no device work or step."""
 
     def __init__(
-        self, a: Analysis, measured: Mesh | None = None, machine: NodeLinks | None = None
+        self, a: Analysis, measured: Mesh | None = None, node_links: NodeLinks | None = None
     ) -> None:
         path = a.trace.meta.path or "trace"
         if a.device_id is None or a.steps.used.is_empty() or a.span_ns <= 0:
             raise AdvisorError(f"{path}: no steps with device work, so nothing to project")
         find_recorded_gpu(a)
         self.a = a
-        self.machine = machine or a.machine
-        self.axes = report_mesh(a, self.machine)
+        self.node_links = node_links or a.node_links
+        self.axes = report_mesh(a, self.node_links)
         self.measured = measured or recover_mesh(self.axes, a.trace.meta.world_size)
-        self.node = find_node_size(a, self.machine)
+        self.node = find_node_size(a, self.node_links)
         """Number of GPUs in a recorded node, or ``None`` if unknown."""
         self.node_there = self.node
 
@@ -265,7 +265,7 @@ class MeshProjector:
         if recorded:
             best = max(recorded)
             return min(recorded), best, best
-        given = self.machine.network_gb_per_s
+        given = self.node_links.network_gb_per_s
         if given is None:
             raise AdvisorError(
                 "nothing recorded crosses nodes, and the new mesh does: --node-bandwidth GB/S says "

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from advisor.advise.engine import examine
+from advisor.advise.engine import analyze_in_full
 from advisor.advise.ranks.task import summarize_file
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.rank_summary import shrink_to_limit
@@ -36,7 +36,7 @@ def write_trace(tmp_path: Path, name: str = "rank3.json") -> str:
 
 def test_rank_summary_equals_the_ordinary_report(tmp_path: Path) -> None:
     path = write_trace(tmp_path)
-    report, summary = examine(path).report, summarize_file(path)
+    report, summary = analyze_in_full(path).report, summarize_file(path)
     assert report.scope is not None
     assert summary.step_ns == report.scope.step_ns
     assert summary.time == {share.name: share.ns for share in report.time}

@@ -198,10 +198,17 @@ class LoaderWorkers(LoadingRule):
         if a.record_only:
             texts["edits"] = []
             texts["impact"] = impact_per_step(a, gain, low=0.5 * gain)
+        shared = ""
+        if workers == 0 and a.record_only:
+            left = new_step - other_ns
+            cut = f"cut it to {t.format_duration(left)}" if left > 0 else "hide all of it"
+            shared = f"; {t.count_noun(best, 'worker')} {cut} at best, and save half as much "
+            shared += "at worst"
         return Finding(
             summary=(
                 f"Waiting for data takes {t.format_duration(wait)} of each step ({share:.0%}) with "
-                f"num_workers={workers}. This process may use {t.count_noun(int(cores), 'core')}."
+                f"num_workers={workers}{shared}. This process may use "
+                f"{t.count_noun(int(cores), 'core')}."
                 + ("" if use is None else use.sentence("the loading"))
             ),
             evidence=[

@@ -508,6 +508,9 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     if report.scope.device is None:
         is_hidden = operations == {"overlap"} and impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns
         return "little independent work is left to run meanwhile" if is_hidden else ""
+    if finding.subject == HOST_CODE and not is_replayed(finding):  # both are of the run's step
+        is_less = impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns
+        return "the GPU works during a part of it" if is_less else ""
     targets = {edit.select.on for edit in finding.edits}
     scale = min(1.0, report.gain_scale or 1.0)
     remaining = 1.0 - impact.gain_ns / max(shown_ns, 1.0)

@@ -15,6 +15,7 @@ from advisor.advise import engine
 from advisor.advise.engine import AnalysisResult, Options
 from advisor.advise.finding_text import (
     LATE_CAUSES,
+    gain_conditions,
     is_large_note,
     ranked_findings,
     share_of_note,
@@ -446,6 +447,13 @@ def test_a_report_fits_a_screen(report: Report) -> None:
 )
 def test_rank_memory_and_host_reports_fit_a_screen(source: Path) -> None:
     test_a_report_fits_a_screen(engine.analyze(str(source), Options(config={})))
+
+
+def test_time_of_the_runs_steps_is_not_called_that_of_profiled_ones(report: Report) -> None:
+    """36.5 ms "of the mean step" were "for the profiled step" in the note beside it."""
+    for finding in report.findings:
+        notes = " ".join(gain_conditions(finding, report))
+        assert "of the mean step" not in finding.summary or "for the profiled step" not in notes
 
 
 def test_words_that_readers_stumbled_over_are_gone(text: str) -> None:

@@ -128,7 +128,7 @@ def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}, {t.format_share(queued)} with work queued. "
+        f"{idle}. For {t.format_share(queued)}, another process may use it. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in recording else UNFILTERED}"
     )
 
@@ -164,5 +164,5 @@ def _name_blocking_calls(a: Analysis) -> str:
 
 MIN_QUEUED_SHARE = 0.05
 """Minimum share of the step at which idle time with queued work is reported on its own."""
-UNFILTERED = "Record all activities on an unshared GPU."
-UNFILTERED_WITH_STACKS = "Record stacks, with no other process on it."
+UNFILTERED = "Record all activities on a free GPU."
+UNFILTERED_WITH_STACKS = "Record stacks on a free GPU."

@@ -139,7 +139,7 @@ RECORD_DEEP = "advisor record --deep"
 """Command that records the lines of Python code."""
 _SEARCHES = ("Check ", "Compare ", "Find ")
 """First words of fixes that look for a cause."""
-_TAKES_MUCH = re.compile(r" takes much of the step$")
+_TAKES_MUCH = re.compile(r" takes? much of (?:the|each) \w+$")
 
 
 def _format_share_and_range(finding: Finding) -> str:

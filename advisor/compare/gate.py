@@ -126,7 +126,8 @@ def decide(c: Comparison, bounds: Bounds) -> Decision:
         failed=answer == "regression" or grown or (bounds.strict and answer == "not shown"),
         reasons=[_explain_step_time(answer, c.steps, bounds), *memory],
         bounds=bounds,
-        detectable=bounds.slower + share - low,
+        # an end of -100% is a limit, not half of the interval
+        detectable=bounds.slower + (share - low if low > -1 else max(share - low, high - share)),
     )
 
 

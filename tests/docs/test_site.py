@@ -23,7 +23,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (result.returncode, warnings) == (0, [])
     first = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert "Your first report in two minutes" in first
-    assert '<link rel="next" href="tutorials/">' in first and "md-footer__link--next" in first
+    assert '<link rel="next" href="own-script/">' in first and "md-footer__link--next" in first
     page = (tmp_path / "getting-a-trace" / "index.html").read_text(encoding="utf-8")
     assert ">Nsight Systems<" in page and ".md</a>" not in page
     assert (tmp_path / "rules" / "single-process-loader" / "index.html").exists()

@@ -136,6 +136,8 @@ def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
 def _name_blocking_calls(a: Analysis) -> str:
     """Name operators that block the host for long in a call or two per step, with little recorded
     inside. Calls that prepare for new shapes do not count. Empty if there are none."""
+    if a.trace.main_thread is None:
+        return ""
     cpu = a.trace.cpu.with_row_index("row")
     inside = cpu.group_by("parent").agg(pl.col("dur").sum().alias("inside"))
     ts = cpu["ts"].to_numpy()

@@ -67,7 +67,7 @@ def explain_unrelated(run: Run) -> list[str]:
         > min(m.start_ns + m.end_ns for m in first_windows)
     ):
         reasons.append("they were not recorded at the same time")
-    if run.path is None and any(len(_list_processes(run, number)) > 1 for number in run.ranks):
+    if any(len(_list_processes(run, number)) > 1 for number in run.ranks):
         reasons.append("different processes wrote them ('advisor compare' compares two)")
     if not reasons and _have_unrelated_pair(
         [_list_names(trace) for trace in traces[:MAX_COMPARED]]

@@ -398,8 +398,9 @@ like the run. Steps without a profiler after a window may be shorter by what it 
 
 
 def order_windows(record: RankRecord, windows: Sequence[int]) -> list[int]:
-    """Return the windows of a rank in the order in which they are analysed: those in a preparation
-    whose steps are clearly shorter or longer than the run's come last."""
+    """Return the windows of a rank in the order in which they are analysed: those in the
+    warm-up, or in a preparation whose steps are clearly shorter or longer than the run's, come
+    last."""
     unprofiled = [
         step for step in record.steps[FIRST_COMPARED_STEP:] if step.window is None and step.of == 1
     ]
@@ -411,7 +412,7 @@ def order_windows(record: RankRecord, windows: Sequence[int]) -> list[int]:
         opened = min((step.n for step in record.steps if step.window == window), default=0)
         before = [step.dur for step in unprofiled if step.n < opened][-STEPS_BEFORE_WINDOW:]
         low, high = LIKE_THE_RUN
-        return bool(before) and not low * usual <= median(before) <= high * usual
+        return not before or not low * usual <= median(before) <= high * usual
 
     return sorted(windows, key=is_in_preparation)
 

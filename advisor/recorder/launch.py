@@ -46,6 +46,8 @@ def command_line(program: list[str]) -> list[str]:
     first = program[0]
     if first == "-m":
         return [sys.executable, *program]
+    if first.startswith("-"):
+        raise AdvisorError(f"no such option: {first}; see advisor record --help")
     if first.endswith((".py", ".pyw")):
         if not Path(first).is_file():
             raise AdvisorError(f"{first}: no such file or directory")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +112,37 @@ def test_window_of_a_preparation_is_not_analysed(tmp_path: Path) -> None:
         report = analyze(folder, OPTIONS)
         assert [shown.window for shown in report.inputs] == [chosen]
         assert analyze(folder, replace(OPTIONS, window=0)).inputs[0].window == 0
+
+
+def test_window_of_the_first_steps_is_analysed_only_without_a_later_one(tmp_path: Path) -> None:
+    for count in (1, 2):
+        r = RecordBuilder()
+        for number, ms in enumerate((200.0, 40.0)[:count]):
+            first = len(r._steps)
+            r.event("window", window=number, state="open", reason="schedule")
+            r.steps(4, ms, window=number)
+            r.event("window", window=number, state="done", steps=[first, first + 3])
+            r.steps(60, 37.0)
+        folder = tmp_path / f"{count}"
+        write_run(folder, {0: r.build()})
+        for number in range(count):
+            file = folder / "rank0" / f"trace_w{number}.json.gz"
+            file.write_bytes(gzip.compress(window()))
+        assert analyze(folder, OPTIONS).inputs[0].window == count - 1
+
+
+def test_idle_time_of_a_recording_without_host_events_gives_no_warning(tmp_path: Path) -> None:
+    b = TraceBuilder()
+    for _ in range(100):
+        b.launch("gemm", 100)
+        b.host(300)
+    content = json.loads(b.json())
+    kept = [e for e in content["traceEvents"] if e.get("ph") == "M" or e.get("cat") == "kernel"]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps(content | {"traceEvents": kept}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "The trace does not show why the GPU idles" in analyze(str(trace), OPTIONS).verdict
 
 
 def test_steps_after_a_window_that_ended_page_faults_do_not_count(tmp_path: Path) -> None:

@@ -159,6 +159,16 @@ def test_every_command_refuses_a_folder_of_unrelated_traces(
     assert "mixed: these 2 files do not look like ranks or windows of one run" in one_line(err)
 
 
+def test_folder_with_traces_of_two_processes_is_refused(advisor: Run) -> None:
+    Path("both").mkdir()
+    for name in ("loader_before", "loader_after"):
+        recordings = Path(advisor_package.__file__).parent / "sample_workloads" / "recordings"
+        shutil.copy(recordings / f"{name}.json.gz", "both")
+    code, out, err = advisor("analyze", "both")
+    assert (code, out) == (2, "")
+    assert "different processes wrote them ('advisor compare' compares two)" in one_line(err)
+
+
 def test_an_escape_sequence_in_a_file_name_is_not_obeyed(advisor: Run, tmp_path: Path) -> None:
     code, _, err = advisor("analyze", tmp_path / "\x1b[31mred\nline\x07.json")
     assert code == 2

@@ -180,7 +180,7 @@ def test_times_alone_are_no_counters_but_counters_join_them() -> None:
     times = LAPLACIAN / "kernel1_results.csv.gz"
     without_counters = analyze(str(times))
     assert "with times, without counters" in without_counters.verdict
-    assert "(100%, 1,001 launches of 2.64 ms)" in without_counters.verdict
+    assert "takes most time: 100% of it, in 1,001 launches of 2.64 ms" in without_counters.verdict
     assert "collect it with rocprof-compute profile" in without_counters.verdict
     assert "not measured" not in str(without_counters)
     options = ReadOptions(kernel_profile=str(LAPLACIAN / "kernel1_data_movement.csv.gz"))
@@ -202,7 +202,9 @@ def test_small_fix_does_not_lead_with_a_kernel_at_its_limit() -> None:
 def test_counters_verdict_names_the_fix_that_saves_most() -> None:
     report = analyze(str(path_of("ncu/deepseek_ocr_rtx5090.csv.gz")))
     assert re.search(
-        r"The largest gain found is small: few resident warps[^.]+ \([^)]+\)\.", report.verdict
+        r"The largest gain found is small: few resident warps[^.]+ \([^)]+\), at most 13\.8 µs for a "
+        r"launch of each\.",
+        report.verdict,
     )
 
 

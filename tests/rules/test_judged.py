@@ -176,7 +176,7 @@ def test_all_to_all_advice_depends_on_its_data(shared_trace: Trace, shared_file:
     assert "shard tables" in str(tables.fix).lower() and "optimizer" not in str(tables.fix)
     assert "shard tables" in str(both.fix) and "the optimizer's collectives" in str(both.fix)
     assert any("all_gather in the optimizer step 53.1 ms" in str(e.value) for e in both.evidence)
-    assert "heads of a sequence-parallel attention" in str(heads.fix)
+    assert "heads of sequence-parallel attention" in str(heads.fix)
     assert "bottom_mlp" not in str(heads.code)
 
 

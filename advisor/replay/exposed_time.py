@@ -215,7 +215,7 @@ def remaining_device_time(
     """Return the time of device work that no edit selects, ns per step. With the edits, a step
     takes at least as long. ``communication``: count collectives, which also wait for other
     ranks."""
-    if a.device_id is None or not a.step_count:
+    if a.device_id is None:
         return 0.0
     if any(edit.op in ("resize", "remove_skew") for edit in edits):
         return 0.0

@@ -113,7 +113,7 @@ class RepeatedTrunk(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         run_steps = run_steps_of(a)
         events = run_steps.rank_record.events_of("repeated_inputs")

@@ -83,7 +83,7 @@ class SliceGradients(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count:
+        if not a.span_ns:
             return
         groups = [
             group for group in _group_slices(a) if len(group.rows) >= self.min_slices * a.step_count

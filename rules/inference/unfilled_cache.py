@@ -78,7 +78,7 @@ class UnfilledCache(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         caches = self._find_partly_filled(a)
         if not caches:

@@ -112,7 +112,7 @@ class DenseExperts(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         for mixture in self._find_mixtures(a):
             experts, chosen, tokens = mixture.choice

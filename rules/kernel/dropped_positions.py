@@ -137,7 +137,7 @@ class DroppedPositions(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         columns = find_dropped_columns(a, self.max_kept_share)
         for dropped in [*self._find_dropped(a), *columns]:

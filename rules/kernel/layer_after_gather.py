@@ -77,7 +77,7 @@ class LayerAfterGather(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         found = _find_repeated(a, self.min_repeats)
         if not found:

@@ -89,7 +89,7 @@ class LongFilter(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         table = outermost_in_steps(a).filter(pl.col("name") == CONVOLUTION).drop_nulls("inputs")
         filters: dict[int, FilterCall] = {}

@@ -123,7 +123,7 @@ class MostlyZeroOperand(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         matrices = self._find_matrices(a)
         if not matrices:

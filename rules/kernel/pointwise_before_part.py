@@ -89,7 +89,7 @@ class PointwiseBeforePart(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         wasted = _find_wasted(a)
         if not wasted:

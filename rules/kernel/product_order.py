@@ -103,7 +103,7 @@ class ProductOrder(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty() or is_compiled(a):
+        if not a.span_ns or a.trace.inputs.is_empty() or is_compiled(a):
             return
         by_case: dict[str, list[tuple[ProductChain, Rows, Rows, list[float]]]] = {}
         for chain, pairs in _find_chains(a):

@@ -84,7 +84,7 @@ class SeparableFilter(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.step_count or a.trace.inputs.is_empty():
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         for filter_ in self._find_filters(a):
             rows = np.array([*filter_.forward, *filter_.backward])

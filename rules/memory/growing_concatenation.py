@@ -197,7 +197,7 @@ class JoinedList(Rule):
     alternatives = "forward code"
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty() or not a.step_count:
+        if not a.span_ns or a.trace.inputs.is_empty():
             return
         outermost = outermost_in_steps(a)
         joins = outermost.filter(pl.col("name").is_in(_JOINS), pl.col("inputs").is_not_null())

@@ -202,8 +202,8 @@ def test_small_fix_does_not_lead_with_a_kernel_at_its_limit() -> None:
 def test_counters_verdict_names_the_fix_that_saves_most() -> None:
     report = analyze(str(path_of("ncu/deepseek_ocr_rtx5090.csv.gz")))
     assert re.search(
-        r"The largest gain found is small: few resident warps[^.]+ \([^)]+\), at most 13\.8 µs for a "
-        r"launch of each\.",
+        r"The largest gain found is small: few resident warps[^.]+ \([^)]+\), at most 13\.8 µs "
+        r"for a launch of each\.",
         report.verdict,
     )
 

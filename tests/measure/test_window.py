@@ -512,7 +512,10 @@ def test_a_capture_of_a_server_is_not_advice(shared_trace: Callable[[str], str])
 
 @pytest.mark.parametrize(
     ("name", "share", "what"),
-    [("mi250_train", "70%", "hipLaunchKernel"), ("alexnet", "90%", "aten::cudnn_convolution")],
+    [
+        ("mi250_train", "70%", "first calls of hipLaunchKernel"),
+        ("alexnet", "90%", "aten::cudnn_convolution"),
+    ],
 )
 def test_a_report_of_start_up_begins_with_it(
     name: str, share: str, what: str, shared_trace: Callable[[str], str]

@@ -181,7 +181,7 @@ def find_offloaded(a: Analysis) -> Offloaded | None:
         pl.col("step").is_not_null(),
         pl.col("copy").is_in(["HtoD", "DtoH"]),
     )
-    if large.is_empty() or not a.step_count:
+    if large.is_empty():
         return None
     uploads, fetches = _between_kernels(a, large)
     if uploads is None:

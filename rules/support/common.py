@@ -54,7 +54,7 @@ CONFUSION_MATRIX = (
 """Code that counts pairs of classes without a read of the largest index by the host."""
 COPY_PREFETCH_CODE = (
     "uploads, compute = torch.cuda.Stream(), torch.cuda.current_stream()\n"
-    "def prefetch(batch):  # pinned tensors: DataLoader(pin_memory=True)\n"
+    "def prefetch(batch):  # of pinned tensors\n"
     "    uploads.wait_stream(compute)  # until compute is done with old blocks\n"
     "    with torch.cuda.stream(uploads):\n"
     "        return [t.to(device, non_blocking=True) for t in batch]\n"

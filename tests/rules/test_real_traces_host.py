@@ -294,7 +294,7 @@ def test_busy_device_is_named_beside_a_host_critical_path(shared_trace: Find) ->
     busy = next(part.ns for part in result.time if part.name == "compute")
     assert result.replay.busy_after_ns == pytest.approx(busy - 746e3, rel=0.02)
     text = describe_all_fixes(result)
-    assert "9.24 ms" in text and "GPU busy 92%" in text
+    assert "9.24 ms (up to 2.6× faster)" in text  # an upper end has no busy share
     (note,) = [each for each in result.notes if each.rule == "fp32-matmul"]
     assert "77% of kernel time" in note.summary and note.impact is not None
     assert note.impact.reason.startswith(

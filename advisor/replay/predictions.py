@@ -49,12 +49,21 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
     unix: int = 0
     """Time of the measurement, s since 1970."""
     source: Literal[
-        "try", "compare", "workload", "pair", "experiment", "program", "job", "gpus", "mesh"
+        "try",
+        "compare",
+        "workload",
+        "pair",
+        "experiment",
+        "program",
+        "recording",
+        "job",
+        "gpus",
+        "mesh",
     ] = "try"
     """Source of the measurement. From the user: a trial, a comparison of two runs. From us: a trial
     of a bundled workload, a public pair of traces, an experiment of docs/accuracy.md, a program of
-    tests/corpus with and without its fault, a simulated job, the same work on two GPUs (or in
-    traces of two), the same model on two meshes."""
+    tests/corpus with and without its fault, a recording of a CPU program and its cure, a simulated
+    job, the same work on two GPUs (or in traces of two), the same model on two meshes."""
     program: str = ""
     """Name of our workload, pair, experiment or program. Empty for the user's."""
     group: str = ""
@@ -240,6 +249,13 @@ def shipped_experiments() -> tuple[Prediction, ...]:
     )
 
 
+def shipped_recordings() -> tuple[Prediction, ...]:
+    """Return our predictions for recorded CPU programs, whose cures were recorded too."""
+    return tuple(
+        row for row in shipped_predictions() if row.source == "recording" and _is_kept(row)
+    )
+
+
 def _is_kept(row: Prediction) -> bool:
     return not excluded_program.get() or excluded_program.get() not in (row.program, row.group)
 
@@ -337,12 +353,24 @@ def error_of(kinds: Iterable[str], past: Sequence[Prediction]) -> float:
     return max(bounds, default=error_bound(general))
 
 
+OF_COMPUTATION = frozenset(("host", "device"))
+"""Kinds of change to a CPU program's own work, whose errors are those of recorded CPU programs."""
+
+
 def widened_by_kind(
-    gain: float, low: float, high: float, edits: Sequence[Edit], step_ns: float
+    gain: float,
+    low: float,
+    high: float,
+    edits: Sequence[Edit],
+    step_ns: float,
+    *,
+    on_cpu: bool = False,
 ) -> GainInterval:
     """Return a range (``low`` to ``high``, from the edits' assumptions) widened by past errors of
-    these kinds. All ns per step."""
+    these kinds. All ns per step. ``on_cpu``: the program uses no device."""
     kinds, past = {edit_kind(edit) for edit in edits}, shipped_experiments()
+    if on_cpu and kinds <= OF_COMPUTATION:
+        past = shipped_recordings() or past
     floor = _MIN_SHARE * step_ns
     of_step = kinds & set(OF_THE_STEP)
     if of_step:

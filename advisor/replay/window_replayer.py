@@ -343,7 +343,9 @@ class WindowReplayer:
         # the run's own host is faster than the profiled host, which bounds a gain only from above
         bounds = gains[:-1] if assumptions[0] == "unprofiled_min" else gains
         lowest, largest = min(bounds) - error, max(gains) + error + shared_ns
-        low, high = widened_by_kind(gains[0], lowest, largest, edits, self.a.step_ns)
+        low, high = widened_by_kind(
+            gains[0], lowest, largest, edits, self.a.step_ns, on_cpu=self.a.device_id is None
+        )
         limit = self._exposed.max_saved(all_edits, optimistic=True)
         limit += shared_ns - self._saved(applied, "")
         ends_by: dict[RangeCause, list[float]] = {

@@ -14,9 +14,11 @@ from advisor.replay.predictions import (
     error_bound,
     error_of,
     shipped_experiments,
+    shipped_recordings,
     widened_by_kind,
     without_program,
 )
+from benchmarks import bench_recordings
 
 WORK = Select(on="gpu")
 
@@ -88,3 +90,32 @@ def test_growing_batch_is_as_uncertain_as_two_runs() -> None:
     low, high = widened_by_kind(0.0, 0.0, 0.0, [edit], 33.6)
     assert low == pytest.approx(-(40.3 - 33.6 + 0.336), rel=0.01)
     assert high == pytest.approx(7.04, rel=0.01)
+
+
+def test_a_cpu_programs_own_work_has_the_errors_of_recorded_cpu_programs() -> None:
+    edit = Edit(op="scale", select=Select(on="host"), factor=0.5)
+    low, high = widened_by_kind(10.0, 10.0, 10.0, [edit], 80.0, on_cpu=True)
+    factor = math.exp(error_bound([row.error for row in shipped_recordings()]))
+    assert (low, high) == pytest.approx((10.0 / factor, 10.0 * factor))
+    loader = Edit(op="parallelize", select=Select(on="host"), workers=2)
+    for edits in ([loader], [edit, loader]):
+        ranges = [widened_by_kind(10.0, 10.0, 10.0, edits, 80.0, on_cpu=x) for x in (True, False)]
+        assert ranges[0] == ranges[1]
+
+
+def test_recorded_gains_lie_within_the_range_of_the_other_recordings() -> None:
+    rows = shipped_recordings()
+    inside = []
+    for row in rows:
+        with without_program(row.program):
+            assert row not in shipped_recordings()
+            inside.append(row.error <= error_of(["host"], shipped_recordings()))
+    assert sum(inside) / len(inside) >= COVERAGE - 1 / len(rows)
+
+
+@pytest.mark.parametrize("name", ["single_tensor", "static_cache", "last_position"])
+def test_lines_of_recordings_match_the_script(name: str) -> None:
+    (line,) = [row for row in shipped_recordings() if row.program == name]
+    row = bench_recordings.predict(name)
+    assert row is not None
+    assert (row.predicted, row.measured) == pytest.approx((line.predicted, line.measured), rel=0.1)

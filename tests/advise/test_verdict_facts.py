@@ -10,7 +10,7 @@ from advisor.advise import engine
 from advisor.advise.engine import Options
 from advisor.advise.finding_text import is_unseen_code, ranked_findings
 from advisor.advise.host_verdict import MIN_WAITING_SHARE
-from advisor.advise.report_text import describe_all_fixes, find_slow_steps
+from advisor.advise.report_text import describe_all_fixes, find_slow_steps, other_load
 from advisor.advise.verdict_parts import MIN_PAUSE_SHARE, MIN_SLOW_SHARE
 from advisor.core.report import Report
 from advisor.core.text import format_share, host_label
@@ -49,8 +49,9 @@ def test_most_is_said_of_more_than_half(text: str) -> None:
 def test_large_share_of_slow_steps_and_pauses_is_in_the_verdict(report: Report) -> None:
     slow = find_slow_steps(report)
     if slow is not None and slow.share >= MIN_SLOW_SHARE:
-        share = format_share(slow.share)
-        assert re.search(rf"twice the median and takes? {share} of the time\.", report.verdict)
+        share = rf" and takes? {format_share(slow.share)} of the time"
+        load = re.escape(other_load(report).removesuffix(" in these steps"))
+        assert re.search(rf"twice the median{f': {load}' if load else share}\.", report.verdict)
         assert "found no more" not in report.verdict
     recorded = report.recorded
     if recorded is None or not recorded.outside_share or report.findings:

@@ -85,7 +85,7 @@ WINDOW = {"active": 3, "skip": 3, "warmup": 1}
 def analysis(record_run: Callable[..., Any], tmp_path: Path) -> Analysis:
     record = record_run(train, **WINDOW)
     (trace,) = advisor.open(str(tmp_path / "run0")).traces.values()
-    return Analysis(trace, record=record)
+    return Analysis(trace, rank_record=record)
 
 
 def line_of(text: str) -> int:

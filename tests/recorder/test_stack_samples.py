@@ -83,7 +83,7 @@ def test_lines_of_loading_and_of_the_loop_are_named(tmp_path: Path) -> None:
 
 def test_compile_logging_can_be_switched_off(tmp_path: Path) -> None:
     record = record_program(tmp_path, ADVISOR_STACK_SAMPLES="0")
-    assert not record.record.events_of("stacks") and record.hottest_line("data") is None
+    assert not record.rank_record.events_of("stacks") and record.hottest_line("data") is None
 
 
 def keep_busy(seconds: float) -> None:

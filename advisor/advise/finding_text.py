@@ -10,7 +10,14 @@ from advisor.advise.priority import EQUAL_GAIN, PRECISION, is_more_certain
 from advisor.advise.program_wording import ACTIVITIES
 from advisor.core import labels
 from advisor.core import text as t
-from advisor.core.finding import HOST_CODE, Finding, Impact, Location, are_alternatives
+from advisor.core.finding import (
+    HOST_CODE,
+    LATER_STEPS_FIRST,
+    Finding,
+    Impact,
+    Location,
+    are_alternatives,
+)
 from advisor.core.report import Report
 from advisor.core.trace import KINETO
 
@@ -25,13 +32,12 @@ def ranked_findings(report: Report) -> list[Finding]:
 
 def largest_fix(report: Report) -> Finding | None:
     """Return the ranked finding with the largest gain, or ``None`` if no gain was estimated."""
-    gains = [
-        (finding.impact.gain_ns or 0, -number, finding)
-        for number, finding in enumerate(ranked_findings(report))
-        if finding.impact is not None
-    ]
-    gain, _, largest = max(gains, default=(0, 0, None))
-    return largest if gain else None
+    return max(filter(_gain_ns, ranked_findings(report)), key=_gain_ns, default=None)
+
+
+def _gain_ns(finding: Finding) -> int:
+    """Return the gain, ns, or 0 if it was not estimated."""
+    return 0 if finding.impact is None else finding.impact.gain_ns or 0
 
 
 def is_replayed(finding: Finding) -> bool:
@@ -246,8 +252,8 @@ MIN_SURE_STEPS: Final = 3
 """Minimum number of profiled steps for a certain gain, where no other steps are known."""
 MAX_STEP_RATIO: Final = 2.0
 """Maximum ratio of the longest profiled step to the shortest for a certain gain."""
-_CONDITIONAL_FIX: Final = re.compile(r"^If |\bfirst profile later steps\b")
-"""Pattern of fixes that help only under a condition."""
+_CONDITIONS: Final = ("If ", LATER_STEPS_FIRST)
+"""Beginnings of fixes that help only under a condition."""
 
 
 def is_conditional(finding: Finding, report: Report) -> bool:
@@ -257,7 +263,7 @@ def is_conditional(finding: Finding, report: Report) -> bool:
     return (
         is_unsure(finding)
         or (impact is not None and impact.low_by == "late launches")
-        or _CONDITIONAL_FIX.search(finding.fix) is not None
+        or finding.fix.startswith(_CONDITIONS)
         or bool(_warn_of_stacks(finding, report))
         or bool(describe_weak_steps(report))
     )
@@ -474,8 +480,11 @@ def _explain_faster_copies(finding: Finding, report: Report) -> str:
     is not."""
     busy_ns = (report.busy_share or 0.0) * report.scope.step_ns
     pins = all("pin_memory" in (edit.select.name or "") for edit in finding.edits)
-    gain = 0 if finding.impact is None else finding.impact.gain_ns or 0
-    if not finding.edits or not pins or report.step_ns - gain >= (1 - PIN_MARGIN) * busy_ns:
+    if (
+        not finding.edits
+        or not pins
+        or report.step_ns - _gain_ns(finding) >= (1 - PIN_MARGIN) * busy_ns
+    ):
         return ""
     return (
         f"the step then takes less than the GPU's {t.format_duration(busy_ns)} of work now: copies "
@@ -657,17 +666,13 @@ def _describe_late_launches(report: Report) -> str:
 def _explain_order(finding: Finding, report: Report) -> list[str]:
     """Say why a finding comes before a later one that gains more, the largest of those. Empty if no
     later one gains more."""
-
-    def gain(other: Finding) -> int:
-        return 0 if other.impact is None else other.impact.gain_ns or 0
-
     priority = finding.priority
     if priority is None or finding.impact is None or finding.impact.currency != "step_time":
         return []
     later = [f for f in fixes_of_step(report) if (f.priority or 0) > priority and not f.after_fix]
-    largest = max(later, key=gain, default=finding)
-    largest_gain = t.format_duration(gain(largest))
-    if gain(largest) <= gain(finding) or largest_gain == t.format_duration(gain(finding)):
+    largest = max(later, key=_gain_ns, default=finding)
+    gain, largest_gain = (t.format_duration(_gain_ns(each)) for each in (finding, largest))
+    if _gain_ns(largest) <= _gain_ns(finding) or largest_gain == gain:
         return []
     why = "it is the smaller change, so make it first"
     drops_launches = any(edit.op == "drop_launch" for edit in largest.edits)
@@ -675,14 +680,14 @@ def _explain_order(finding: Finding, report: Report) -> list[str]:
     if (marginal_gain or 0) >= (largest.marginal_gain_ns or 0) and marginal_gain is not None:
         why = "after the fixes above it saves more"
     elif is_more_certain(finding, largest) and (
-        gain(largest) * largest.confidence < gain(finding) * finding.confidence
+        _gain_ns(largest) * largest.confidence < _gain_ns(finding) * finding.confidence
     ):
         share, lower = (
             t.format_share(finding.confidence),
             t.format_share(largest.confidence),
         )
         why = f"its cause is more certain ({share}, not {lower})"
-    elif gain(largest) <= (1 + EQUAL_GAIN) * gain(finding):
+    elif _gain_ns(largest) <= (1 + EQUAL_GAIN) * _gain_ns(finding):
         why = "the two gains are about equal"
         other_low = 0 if largest.impact is None else largest.impact.low_ns or 0
         if largest.alternatives == PRECISION:

@@ -262,11 +262,10 @@ _OF_OPERATORS = "of operators' time"
 def _describe_backward_thread(a: Analysis) -> str:
     """Name the operators with most time in the thread that runs the backward pass, or say that its
     events are not recorded."""
-    own = a.trace.main_thread
-    is_other = np.asarray(a.trace.cpu["thread"] != own, dtype=bool)
-    is_node = name_matches(a.trace.cpu["name"], BACKWARD).to_numpy()
     threads = a.trace.cpu["thread"].to_numpy()
-    table = op_table(a, np.isin(threads, threads[is_other & is_node])).sort("host").reverse()
+    is_node = name_matches(a.trace.cpu["name"], BACKWARD).to_numpy()
+    others = threads[is_node & (threads != a.trace.main_thread)]
+    table = op_table(a, np.isin(threads, others)).sort("host").reverse()
     longest = table.filter(table["host"] > 0).head(MAX_BACKWARD_OPERATORS)
     if longest.is_empty():
         return "The thread that computes it is not recorded."

@@ -249,6 +249,8 @@ class Location(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 WHOLE_STEP: Final = "whole step"
 """Subject of findings on what slows down all of the step's work, whatever the work is."""
+LATER_STEPS_FIRST: Final = "Profile later steps first"
+"""Beginning of a fix for steps that are not like later ones: its gain is not certain."""
 HOST_CODE: Final = "host code"
 """Subject of findings on all code of a place, whatever it does. Other fixes may save the same host
 time."""

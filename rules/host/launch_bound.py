@@ -3,7 +3,13 @@
 from typing import Any
 
 from advisor.core import text as t
-from advisor.core.finding import Finding, Outcomes, PassedCheck, SkippedCheck
+from advisor.core.finding import (
+    LATER_STEPS_FIRST,
+    Finding,
+    Outcomes,
+    PassedCheck,
+    SkippedCheck,
+)
 from advisor.core.rule import Citation, Evidence, Rule, Threshold
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import queued_idle_ns
@@ -324,8 +330,8 @@ class LaunchBound(Rule):
             graphs = f"{graphs}; {t.lower_first(remove)}"
             code = f"{waits.cures}{code}"
         elif DDP_TIMERS in others:
-            later = "Profile later steps first, as DDP adds waits to its first ones"
-            graphs = f"{later}; then {t.lower_first(graphs)}"
+            why = "as DDP adds waits to its first ones"
+            graphs = f"{LATER_STEPS_FIRST}, {why}; then {t.lower_first(graphs)}"
         if self._can_double_batch(a, gaps):
             double, code = self.case("a larger batch fits", code=code).values()
             graphs = f"{graphs.removesuffix('.')}. Or {t.lower_first(double)}"

@@ -6,7 +6,7 @@ import gzip
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from advisor.advise.engine import Options, analyze
 from advisor.advise.finding_text import describe_gain
 from advisor.advise.priority import marginal_gain
 from advisor.advise.report_text import describe_scope, figures_of_merit
-from advisor.core.finding import WHOLE_STEP, Finding, Impact
+from advisor.core.finding import LATER_STEPS_FIRST, WHOLE_STEP, Finding, Impact
 from advisor.core.report import Report
 from advisor.core.run_directory import HostSample, RankInfo, RankRecord
 from advisor.core.text import format_duration, format_share, location_figures, with_article
@@ -93,22 +93,29 @@ def test_headline_of_a_trace_is_its_own_step(trace_alone: Report) -> None:
     assert trace_alone.step_ns == trace_alone.scope.step_ns > 0
 
 
+def write_windows(
+    folder: Path, windows_ms: Sequence[float], before: tuple[int, float] = (0, 0.0)
+) -> None:
+    """Write a run: some steps, then windows of four steps, each before 60 steps of 37 ms."""
+    r = RecordBuilder()
+    r.steps(*before)
+    for number, ms in enumerate(windows_ms):
+        first = len(r._steps)
+        r.event("window", window=number, state="open", reason="schedule")
+        r.steps(4, ms, window=number)
+        r.event("window", window=number, state="done", steps=[first, first + 3])
+        r.steps(60, 37.0)
+    write_run(folder, {0: r.build()})
+    for number in range(len(windows_ms)):
+        file = folder / "rank0" / f"trace_w{number}.json.gz"
+        file.write_bytes(gzip.compress(window()))
+
+
 def test_window_of_a_preparation_is_not_analysed(tmp_path: Path) -> None:
     """A first window among short calls, before a loop with steps of 37 ms and another window."""
     for preparation_ms, chosen in ((9.0, 1), (36.0, 0)):
-        r = RecordBuilder()
-        r.steps(10, preparation_ms)
-        for number, ms in enumerate((preparation_ms, 40.0)):
-            first = len(r._steps)
-            r.event("window", window=number, state="open", reason="schedule")
-            r.steps(4, ms, window=number)
-            r.event("window", window=number, state="done", steps=[first, first + 3])
-            r.steps(60, 37.0)
         folder = tmp_path / f"{preparation_ms}"
-        write_run(folder, {0: r.build()})
-        for number in range(2):
-            file = folder / "rank0" / f"trace_w{number}.json.gz"
-            file.write_bytes(gzip.compress(window()))
+        write_windows(folder, (preparation_ms, 40.0), before=(10, preparation_ms))
         report = analyze(folder, OPTIONS)
         assert [shown.window for shown in report.inputs] == [chosen]
         assert analyze(folder, replace(OPTIONS, window=0)).inputs[0].window == 0
@@ -116,18 +123,8 @@ def test_window_of_a_preparation_is_not_analysed(tmp_path: Path) -> None:
 
 def test_window_of_the_first_steps_is_analysed_only_without_a_later_one(tmp_path: Path) -> None:
     for count in (1, 2):
-        r = RecordBuilder()
-        for number, ms in enumerate((200.0, 40.0)[:count]):
-            first = len(r._steps)
-            r.event("window", window=number, state="open", reason="schedule")
-            r.steps(4, ms, window=number)
-            r.event("window", window=number, state="done", steps=[first, first + 3])
-            r.steps(60, 37.0)
         folder = tmp_path / f"{count}"
-        write_run(folder, {0: r.build()})
-        for number in range(count):
-            file = folder / "rank0" / f"trace_w{number}.json.gz"
-            file.write_bytes(gzip.compress(window()))
+        write_windows(folder, (200.0, 40.0)[:count])
         assert analyze(folder, OPTIONS).inputs[0].window == count - 1
 
 
@@ -523,6 +520,13 @@ def test_loss_of_all_gpu_records_is_reported_first(shared_trace: Callable[[str],
     lost = r"The recording has \d+ launch calls but no kernel: the profiler lost all GPU work\."
     assert re.match(lost, report.verdict)
     assert report.findings == [] and report.status == "limited"
+
+
+def test_fix_that_first_asks_for_later_steps_may_save(shared_trace: Callable[[str], str]) -> None:
+    report = analyze(shared_trace("nccl_collectives"))
+    assert report.findings[0].fix.startswith(LATER_STEPS_FIRST)
+    assert "A fix may save about" in report.verdict
+    assert "perhaps" in report_text.describe_all_fixes(report)
 
 
 def test_unexplained_idle_time_with_queued_work_is_separate(

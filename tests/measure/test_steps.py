@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -87,11 +89,19 @@ def test_short_last_step_with_the_same_operators_is_used():
     assert find_steps(b.trace()).table["used"].to_list() == [True, True]
 
 
+def recording_of(name: str) -> Path:
+    return CORPUS / "h100" / name / "rank0" / "trace_w0.json.zst"
+
+
+def read_content(file: Path) -> dict[str, Any]:
+    with zstandard.open(file) as content:
+        return json.load(content)
+
+
 @pytest.mark.parametrize("kept", [1, 2])
 @pytest.mark.parametrize("name", ["tab_cross_width", "vocabulary", "healthy_lm"])
 def test_last_steps_alone_last_as_long_where_the_host_runs_ahead(name, kept, tmp_path):
-    file = CORPUS / "h100" / name / "rank0" / "trace_w0.json.zst"
-    content = json.loads(zstandard.ZstdDecompressor().stream_reader(file.read_bytes()).read())
+    content = read_content(recording_of(name))
     whole, events = tmp_path / "whole.json", content["traceEvents"]
     whole.write_text(json.dumps(content))
     marks = {
@@ -188,8 +198,8 @@ def test_optimizers_of_one_class_are_one_step_if_their_operators_differ(updates)
 
 
 def test_steps_without_marks_are_the_devices_if_the_hosts_vary(tmp_path):
-    file = CORPUS / "h100" / "healthy_lm" / "rank0" / "trace_w0.json.zst"
-    content = json.loads(zstandard.ZstdDecompressor().stream_reader(file.read_bytes()).read())
+    file = recording_of("healthy_lm")
+    content = read_content(file)
     events = content["traceEvents"]
     unmarked = [e for e in events if not str(e.get("name")).startswith("ProfilerStep#")]
     trace = tmp_path / "trace.json"

@@ -178,7 +178,11 @@ def _build_findings(report: Report, width: int) -> Iterator[d.Block]:
                 "caveats", [f"of several fixes: {'; '.join(shared)}"], detail=True
             )
             lead.append(d.FieldList([caveats]))
-        result = [_build_card(report, finding, width, shared) for finding in ranked]
+        largest = finding_text.largest_fix(report)
+        result = [
+            _build_card(report, finding, width, shared, main=finding is largest)
+            for finding in ranked
+        ]
         of_step = report.per == "step" and bool(finding_text.fixes_of_step(report))
         each = "gain per step" if of_step else "gain"
         each += ", of each fix alone" * report_text.gains_overlap(report)
@@ -201,10 +205,16 @@ def _build_findings(report: Report, width: int) -> Iterator[d.Block]:
 
 
 def _build_card(
-    report: Report, finding: Finding, width: int, shared: Sequence[str] = (), *, fix: bool = True
+    report: Report,
+    finding: Finding,
+    width: int,
+    shared: Sequence[str] = (),
+    *,
+    fix: bool = True,
+    main: bool = False,
 ) -> d.Card:
     """Build a finding's card: what, gain, where, why, how, with evidence and caveats on demand.
-    ``shared``: caveats shown above all cards."""
+    ``shared``: caveats shown above all cards. ``fix``, ``main``: as in ``Card``."""
     notes = finding_text.gain_conditions(finding, report)
     minor = finding_text.minor_conditions(finding, report)
     optional = (
@@ -271,7 +281,7 @@ def _build_card(
             ),
         ],
         fix=fix,
-        main=finding is finding_text.largest_fix(report),
+        main=main,
         brief=fix and finding_text.is_small(finding),
     )
 

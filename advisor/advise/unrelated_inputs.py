@@ -11,8 +11,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.snapshot import MemorySnapshot
 from advisor.core.trace import Run, Trace
 from advisor.measure.host.launches import analyzed_device
-from advisor.measure.host.stacks import frame_rank
-from advisor.measure.memory.memory_origin import frame_owner
+from advisor.measure.host.stacks import CodeOwner, code_owner
+from advisor.measure.memory.memory_origin import snapshot_code_owner
 from advisor.read import open_run
 from advisor.read.reader import ReadOptions
 
@@ -121,10 +121,10 @@ def _list_code_files(source: Trace | MemorySnapshot) -> set[str]:
     """Return the file names of the user's code in the stacks. Empty if no stacks were recorded."""
     if isinstance(source, MemorySnapshot):
         frames = {frame for stack in source.stacks for frame in stack}
-        files = {frame.file for frame in frames if frame_owner(frame) == 2}
+        files = {frame.file for frame in frames if snapshot_code_owner(frame) == CodeOwner.USER}
     else:
         python = source.cpu.filter(pl.col("kind") == "python")["name"].unique().cast(pl.String)
-        files = {name.partition("(")[0] for name in python if frame_rank(name) == 2}
+        files = {name.partition("(")[0] for name in python if code_owner(name) == CodeOwner.USER}
     return {file.replace("\\", "/").rpartition("/")[2] for file in files}
 
 

@@ -27,7 +27,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.gaps import CAUSES, is_outside_operators
 from advisor.measure.host.names import map_names, name_matches
 from advisor.measure.host.op_tree import MODULE
-from advisor.measure.host.stacks import frame_rank, parent_rows
+from advisor.measure.host.stacks import CodeOwner, code_owner, parent_rows
 from advisor.measure.steps.steps import rename_step_mark
 from advisor.measure.steps.timeline import CLASS_CODE, CLASSES
 
@@ -280,8 +280,8 @@ def _host_slots(a: Analysis) -> NDArray[np.uint8]:
     python = (kind == "python").to_numpy()
     if python.any():
         slot[python] = _slot_of(HOST_CATEGORIES, "host-python")
-        frame_ranks = map_names(cpu["name"].filter(pl.Series(python)), frame_rank, pl.Int8)
-        slot[np.flatnonzero(python)[(frame_ranks == 2).to_numpy()]] = _slot_of(
+        owners = map_names(cpu["name"].filter(pl.Series(python)), code_owner, pl.Int8)
+        slot[np.flatnonzero(python)[(owners == CodeOwner.USER).to_numpy()]] = _slot_of(
             HOST_CATEGORIES, "host-user"
         )
     calls = np.full(len(CALLS) + 1, _slot_of(HOST_CATEGORIES, "host-call"), dtype=np.uint8)
@@ -430,10 +430,6 @@ def _note_missing_data(builder: IndexBuilder, a: Analysis) -> None:
         builder.notes.append("The file is cut off: the end of the run is missing.")
 
 
-USER_FRAME_RANK = 2
-"""Value of ``frame_rank`` for the user's own code."""
-
-
 def library_frames(a: Analysis) -> NDArray[np.bool_]:
     """Return a mask of ``trace.cpu``: Python frames that are not the user's own code.
 
@@ -444,7 +440,7 @@ def library_frames(a: Analysis) -> NDArray[np.bool_]:
     if len(rows):
         is_library = map_names(
             cpu["name"].gather(rows),
-            lambda name: frame_rank(name) != USER_FRAME_RANK and not name.startswith(MODULE),
+            lambda name: code_owner(name) != CodeOwner.USER and not name.startswith(MODULE),
             pl.Boolean,
         )
         mask[rows] = is_library.to_numpy()

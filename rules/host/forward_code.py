@@ -12,8 +12,9 @@ from advisor.measure import Analysis
 from advisor.measure.host.device_reads import outermost_aten
 from advisor.measure.host.stacks import (
     MIN_OF_LOOP,
+    CodeOwner,
     SampledStack,
-    frame_rank,
+    code_owner,
     line_of_function,
     normalize_operator_name,
     parse_frame,
@@ -160,7 +161,10 @@ class ForwardCode(Rule):
         functions: Counter[tuple[str, str]] = Counter()
         lines: Counter[tuple[str, str, int]] = Counter()
         for stack in self._list_samples(a):
-            user = next((name for name in reversed(stack.frames) if frame_rank(name) == 2), None)
+            user = next(
+                (name for name in reversed(stack.frames) if code_owner(name) == CodeOwner.USER),
+                None,
+            )
             frame = None if user is None else parse_frame(user)
             if frame is None:
                 continue

@@ -212,7 +212,9 @@ class LoopTime:
         names = trace.cpu["name"]
         self._names = names
         self._parent = stacks.parent_rows(trace)
-        is_user = (stacks.frame_ranks(trace) == 2) & ~name_matches(names, _EXCLUDED).to_numpy()
+        is_user = (stacks.code_owners(trace) == stacks.CodeOwner.USER) & ~name_matches(
+            names, _EXCLUDED
+        ).to_numpy()
         is_user &= ~name_matches(names, NESTED).to_numpy()
         self._function = stacks.innermost_ancestor(self._parent, is_user)
         """Row of the user's function around each row of ``trace.cpu``; -1 if there is none."""

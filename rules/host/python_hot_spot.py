@@ -17,7 +17,7 @@ from advisor.measure.host.host_time import python_gaps, python_hot_spots
 from advisor.measure.host.library_time import stacks_of_rows
 from advisor.measure.host.op_tree import MODULE
 from advisor.measure.host.sampled_code import COMPUTING, code_outside
-from advisor.measure.host.stacks import frame_rank
+from advisor.measure.host.stacks import CodeOwner, code_owner
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.rules.support.citations import (
     REAL_HOST,
@@ -120,7 +120,9 @@ def _classify(a: Analysis, spot: dict[str, Any]) -> str:
     file = str(spot["file"] or "")
     if not in_model and (_INPUT_NAMES.search(file) or _INPUT_NAMES.search(_format_name(spot))):
         return AHEAD
-    return LIBRARY if frame_rank(spot["name"]) < 2 or re.search(_ENGINES, file) else OWN
+    return (
+        LIBRARY if code_owner(spot["name"]) < CodeOwner.USER or re.search(_ENGINES, file) else OWN
+    )
 
 
 class PythonHotSpot(Rule):

@@ -211,7 +211,11 @@ def _find_rollout(samples: Sequence[SampledStack]) -> tuple[Location | None, flo
     infers: set[str] = set()
     for stack in samples:
         call = model_call(stack.frames)
-        user_frames = [frame for frame in stack.frames[:call] if stacks.frame_rank(frame) == 2]
+        user_frames = [
+            frame
+            for frame in stack.frames[:call]
+            if stacks.code_owner(frame) == stacks.CodeOwner.USER
+        ]
         if user_frames and any(map(_ROLLOUT.search, stack.frames)):
             lines[user_frames[-1]] += stack.samples
             parsed_frame = parse_frame(user_frames[-1])

@@ -171,11 +171,11 @@ def _parse_filter(name: str, x: OpInputs) -> Shape | None:
     data, weight = (x.tensor(position + (name == BACKWARD)) for position in (0, 1))
     if data is None or weight is None:
         return None
-    rank = len(weight.shape) - 2
-    if rank < 2 or weight.shape[1] != 1 or len(data.shape) <= rank:
+    dimensions = len(weight.shape) - 2
+    if dimensions < 2 or weight.shape[1] != 1 or len(data.shape) <= dimensions:
         return None
     stride = x.integers(4 if name == BACKWARD else 3)
-    is_per_channel = weight.shape[0] == data.shape[-rank - 1]
+    is_per_channel = weight.shape[0] == data.shape[-dimensions - 1]
     return weight.shape if is_per_channel and set(stride or [1]) == {1} else None
 
 

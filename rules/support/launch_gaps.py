@@ -17,7 +17,7 @@ from advisor.core.intervals import covered_length
 from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import MODULE
-from advisor.measure.host.stacks import frame_rank
+from advisor.measure.host.stacks import CodeOwner, code_owner
 from advisor.measure.steps.named_intervals import step_starts
 from advisor.measure.steps.steps import step_of_call
 from advisor.replay.selection import mask_under
@@ -275,8 +275,8 @@ def _find_owner(a: Analysis, host: int, cause: str, *, in_modules: bool) -> str:
         in_model |= name.startswith(MODULE)
         if not owner and re.match(_RANGES_OF_TORCHREC, name):
             return TORCHREC
-        if not owner and (rank := frame_rank(name)):
-            owner = OWN if rank == 2 else _name_library_line(name)
+        if not owner and (code := code_owner(name)):
+            owner = OWN if code == CodeOwner.USER else _name_library_line(name)
         row = parent[row]
     return OUTSIDE if in_modules and not in_model else owner or OWN
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from advisor.core.finding import Location
-from advisor.measure.host.stacks import frame_rank, parse_frame
+from advisor.measure.host.stacks import CodeOwner, code_owner, parse_frame
 from advisor.rules.support.common import sum_of_events
 
 
@@ -61,6 +61,8 @@ def read_repeats(events: Iterable[Mapping[str, Any]]) -> Iterator[ModuleRepeats]
 def _locate(frames: list[Any]) -> Location | None:
     """Return the innermost frame of the user's code, or of a library if there is none."""
     names = [name for name in frames if isinstance(name, str)]
-    frame = next((parse_frame(name) for name in names if frame_rank(name) == 2), None)
-    frame = frame or next((parse_frame(name) for name in names if frame_rank(name) == 1), None)
+    frame = next((parse_frame(name) for name in names if code_owner(name) == CodeOwner.USER), None)
+    frame = frame or next(
+        (parse_frame(name) for name in names if code_owner(name) == CodeOwner.LIBRARY), None
+    )
     return None if frame is None else frame.location

@@ -13,7 +13,7 @@ from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs, bare_type_name
 from advisor.measure.host.device_reads import DELIBERATE
 from advisor.measure.host.names import map_names, name_matches
-from advisor.measure.host.stacks import climb_stack, frame_rank, parent_rows
+from advisor.measure.host.stacks import CodeOwner, climb_stack, code_owner, parent_rows
 from advisor.measure.steps.steps import step_of
 from advisor.replay.selection import mask_under
 from advisor.rules.support.citations import (
@@ -433,18 +433,18 @@ class PingPong(Rule):
         ``step``, ``ts``, ``dur``, ``launch`` (row of cpu)."""
         cpu = a.trace.cpu
         python = (cpu["kind"] == "python").to_numpy()
-        rank = map_names(cpu["name"], frame_rank, pl.Int8).fill_null(0).to_numpy()
+        owner = map_names(cpu["name"], code_owner, pl.Int8).fill_null(0).to_numpy()
         parent = parent_rows(a.trace)
         copies = copies.with_columns(
             launch=a.trace.gpu["launch"].gather(copies["gpu"]).cast(pl.Int64)
         ).filter(pl.col("launch").is_not_null() & pl.col("step").is_not_null())
         launch = row_numbers(copies["launch"])
         # the calling function: the innermost frame outside PyTorch and Python itself
-        frame = climb_stack(parent, python & (rank > 0), launch)
+        frame = climb_stack(parent, python & (owner >= CodeOwner.LIBRARY), launch)
         is_offloaded = (
             climb_stack(parent, name_matches(cpu["name"], DELIBERATE).to_numpy(), launch) >= 0
         )
-        is_wanted = (frame >= 0) & ~is_offloaded & (rank[np.maximum(frame, 0)] == 2)
+        is_wanted = (frame >= 0) & ~is_offloaded & (owner[np.maximum(frame, 0)] == CodeOwner.USER)
         start = cpu["ts"].to_numpy()
         end = start + cpu["dur"].to_numpy()
         steps = a.steps.marks  # frames have host times

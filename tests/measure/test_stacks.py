@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from advisor.measure import Analysis
 from advisor.measure.host.stacks import (
+    CodeOwner,
     climb_stack,
+    code_owner,
     forward_ops,
-    frame_rank,
     innermost_ancestor,
     outermost_ancestor,
     parse_frame,
@@ -73,37 +74,37 @@ def test_a_frame_has_file_line_and_function():
 
 
 @pytest.mark.parametrize(
-    ("name", "rank"),
+    ("name", "owner"),
     [
-        ("train.py(12): forward", 2),
-        ("moca/library/profiling/profile.py(53): profile_function", 2),
-        ("vllm/v1/worker/gpu_model_runner.py(2907): execute_model", 2),
-        ("/home/me/job/train.py(12): main", 2),
-        ("/workspace/project/lib/data.py(3): load", 2),
-        ("C:\\Users\\me\\train.py(4): main", 2),
-        ("<ipython-input-3-1a2b>(4): train", 2),
-        ("/tmp/ipykernel_12/345.py(3): train", 2),
-        ("transformers/models/bert/modeling_bert.py(250): forward", 1),
-        ("/opt/env/lib/python3.10/site-packages/timm/models/vit.py(7): forward", 1),
-        ("C:\\Python\\Lib\\site-packages\\timm\\vit.py(7): forward", 1),
-        ("torch/nn/modules/linear.py(114): forward", 0),
-        ("/usr/lib/python3/dist-packages/torch/nn/functional.py(9): linear", 0),
-        ("/opt/env/lib/python3.10/threading.py(655): wait", 0),
-        ("threading.py(655): wait", 0),
-        ("contextlib.py(132): __enter__", 0),
-        ("multiprocessing/process.py(108): run", 0),
-        ("logging/__init__.py(1517): debug", 0),
-        ("<frozen importlib._bootstrap>(1390): _handle_fromlist", 0),
-        ("<string>(1): <lambda>", 0),
-        ("<eval_with_key>.3(5): forward", 0),
-        ("/tmp/torchinductor_me/ab/cab.py(40): call", 0),
-        ("<built-in function linear>", 0),
-        ("nn.Module: Linear_0", 0),
-        ("", 0),
+        ("train.py(12): forward", CodeOwner.USER),
+        ("moca/library/profiling/profile.py(53): profile_function", CodeOwner.USER),
+        ("vllm/v1/worker/gpu_model_runner.py(2907): execute_model", CodeOwner.USER),
+        ("/home/me/job/train.py(12): main", CodeOwner.USER),
+        ("/workspace/project/lib/data.py(3): load", CodeOwner.USER),
+        ("C:\\Users\\me\\train.py(4): main", CodeOwner.USER),
+        ("<ipython-input-3-1a2b>(4): train", CodeOwner.USER),
+        ("/tmp/ipykernel_12/345.py(3): train", CodeOwner.USER),
+        ("transformers/models/bert/modeling_bert.py(250): forward", CodeOwner.LIBRARY),
+        ("/opt/env/lib/python3.10/site-packages/timm/models/vit.py(7): forward", CodeOwner.LIBRARY),
+        ("C:\\Python\\Lib\\site-packages\\timm\\vit.py(7): forward", CodeOwner.LIBRARY),
+        ("torch/nn/modules/linear.py(114): forward", CodeOwner.PYTORCH),
+        ("/usr/lib/python3/dist-packages/torch/nn/functional.py(9): linear", CodeOwner.PYTORCH),
+        ("/opt/env/lib/python3.10/threading.py(655): wait", CodeOwner.PYTORCH),
+        ("threading.py(655): wait", CodeOwner.PYTORCH),
+        ("contextlib.py(132): __enter__", CodeOwner.PYTORCH),
+        ("multiprocessing/process.py(108): run", CodeOwner.PYTORCH),
+        ("logging/__init__.py(1517): debug", CodeOwner.PYTORCH),
+        ("<frozen importlib._bootstrap>(1390): _handle_fromlist", CodeOwner.PYTORCH),
+        ("<string>(1): <lambda>", CodeOwner.PYTORCH),
+        ("<eval_with_key>.3(5): forward", CodeOwner.PYTORCH),
+        ("/tmp/torchinductor_me/ab/cab.py(40): call", CodeOwner.PYTORCH),
+        ("<built-in function linear>", CodeOwner.PYTORCH),
+        ("nn.Module: Linear_0", CodeOwner.PYTORCH),
+        ("", CodeOwner.PYTORCH),
     ],
 )
-def test_the_owner_of_a_frames_code_is_found(name, rank):
-    assert frame_rank(name) == rank
+def test_the_owner_of_a_frames_code_is_found(name, owner):
+    assert code_owner(name) == owner
 
 
 def test_the_line_is_the_innermost_frame_of_the_users_own_code():

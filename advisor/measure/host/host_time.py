@@ -13,8 +13,9 @@ from advisor.measure.host.names import name_matches
 from advisor.measure.host.new_shapes import ONE_OFF, first_calls
 from advisor.measure.host.stacks import (
     BACKWARD,
+    CodeOwner,
     ancestor_chains,
-    frame_ranks,
+    code_owners,
     innermost_ancestor,
     nullable_rows,
     parent_rows,
@@ -154,7 +155,7 @@ def python_gaps(a: Analysis) -> pl.DataFrame:
     table = a.gaps.filter(pl.col("cause") == "python", pl.col("line").is_not_null())
     frame = np.full(table.height, -1, dtype=np.int64)
     is_preparing = (a.trace.cpu["kind"] == "python").to_numpy() & ~_is_launching(a)
-    is_user_code = frame_ranks(a.trace) > 0
+    is_user_code = code_owners(a.trace) >= CodeOwner.LIBRARY
     for wanted in (is_preparing & is_user_code, is_preparing):
         unblamed = np.flatnonzero(frame < 0)
         if len(unblamed):

@@ -17,10 +17,11 @@ from advisor.measure.host.stacks import (
     MIN_COVERED_SHARE,
     MIN_SAMPLES,
     NESTED,
+    CodeOwner,
     Rows,
     SampledStack,
+    code_owner,
     describe_function,
-    frame_rank,
     innermost_ancestor,
     parent_rows,
     parse_frame,
@@ -67,7 +68,9 @@ def find_hottest_library_call(
     names: dict[tuple[_Kind | None, str], Counter[str]] = {}
     lines: dict[tuple[_Kind | None, str], Counter[Location]] = {}
     for samples, frames, called in stacks:
-        depth = max((i for i, name in enumerate(frames) if frame_rank(name) == 2), default=-1)
+        depth = max(
+            (i for i, name in enumerate(frames) if code_owner(name) == CodeOwner.USER), default=-1
+        )
         below = frames[depth + 1 :]
         match = kind_of(below, called)
         if match is not None:
@@ -82,7 +85,9 @@ def find_hottest_library_call(
             continue
         counts[key] += samples
         names.setdefault(key, Counter())[name] += samples
-        callers = (inner for inner in reversed(frames[: depth + 1]) if frame_rank(inner) == 2)
+        callers = (
+            inner for inner in reversed(frames[: depth + 1]) if code_owner(inner) == CodeOwner.USER
+        )
         frame_name = next((inner for inner in callers if not re.search(NESTED, inner)), "")
         frame = parse_frame(frame_name)
         if frame is not None:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from advisor.core.finding import Location
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure.host.stacks import (
+    CodeOwner,
     Frame,
     Rows,
-    frame_rank,
+    code_owner,
     normalize_operator_name,
     parse_frame,
 )
@@ -250,13 +251,15 @@ def find_place(frames: list[str], chain: Chain) -> CallPlace | None:
 
     It is the innermost frame of the user's own code, or else of an installed library."""
     texts = [frames[position] if position >= 0 else "" for call in chain for position in call]
-    ranks = [frame_rank(text) for text in texts]
-    for rank in (2, 1):
-        if rank in ranks:
-            index = len(ranks) - 1 - ranks[::-1].index(rank)
+    owners = [code_owner(text) for text in texts]
+    for owner in (CodeOwner.USER, CodeOwner.LIBRARY):
+        if owner in owners:
+            index = len(owners) - 1 - owners[::-1].index(owner)
             frame = parse_frame(texts[index])
-            inner = zip(texts[index + 1 :], ranks[index + 1 :], strict=True)
-            library = parse_frame(next((t for t, r in reversed([*inner]) if r == 1), ""))
+            inner = zip(texts[index + 1 :], owners[index + 1 :], strict=True)
+            library = parse_frame(
+                next((t for t, o in reversed([*inner]) if o == CodeOwner.LIBRARY), "")
+            )
             if frame is not None:
                 layer = None if library is None else library.function.rpartition(".")[0] or None
                 return CallPlace(frame, layer, is_definition=index % 2 == 1)

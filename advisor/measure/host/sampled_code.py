@@ -16,9 +16,10 @@ from advisor.measure.host.stacks import (
     MIN_COVERED_SHARE,
     MIN_OF_LOOP,
     MIN_SAMPLES,
+    CodeOwner,
     HottestLine,
     SampledStack,
-    frame_rank,
+    code_owner,
     hottest_line,
     line_of_function,
     line_of_share,
@@ -174,7 +175,7 @@ def _ends_in_own_line(stack: SampledStack) -> bool:
     """Return whether a stack ends in a line of the user's code, as with a symbol."""
     return (
         bool(stack.frames)
-        and frame_rank(stack.frames[-1]) == 2
+        and code_owner(stack.frames[-1]) == CodeOwner.USER
         and (not stack.called or stack.called.startswith("operator."))
     )
 
@@ -187,7 +188,7 @@ def share_of_python(sampled: Sequence[SampledStack]) -> float:
         stack.samples
         for stack in sampled
         if stack.frames
-        and frame_rank(stack.frames[-1]) == 2
+        and code_owner(stack.frames[-1]) == CodeOwner.USER
         and (not stack.called or _SINGLE_VALUES.search(stack.called))
     )
     return python_samples / total if total else 0.0
@@ -227,7 +228,7 @@ def _find_places(stack: SampledStack, parts: frozenset[str]) -> dict[Place, int]
     result: dict[Place, int] = {}
     for level, name in enumerate(stack.frames[:end]):
         frame = parse_frame(name)
-        if frame is not None and frame_rank(name) == 2:
+        if frame is not None and code_owner(name) == CodeOwner.USER:
             result[frame.file, frame.function, frame.line] = level
             result[frame.file, frame.function, 0] = level
     return result

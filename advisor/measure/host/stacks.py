@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,41 +188,54 @@ def parse_frame(name: str) -> Frame | None:
     return Frame(result[1], int(result[2]), result[3])
 
 
+class CodeOwner(IntEnum):
+    """Whose code a row of ``trace.cpu`` is."""
+
+    PYTORCH = 0
+    """PyTorch, the standard library, generated code, a built-in, or no Python frame."""
+    LIBRARY = 1
+    """An installed library."""
+    USER = 2
+    """The user's own code."""
+
+
 @lru_cache(maxsize=1 << 16)
-def frame_rank(name: str) -> int:
-    """Return whose code a frame is: 2 for the user's own, 1 for an installed library, 0 for
-    PyTorch, the standard library, generated code, a built-in, or a name that is not a frame."""
+def code_owner(name: str) -> CodeOwner:
+    """Return whose code a frame is; PYTORCH for a name that is not a frame."""
     frame = parse_frame(name)
     if frame is None or _GENERATED_FILE.search(frame.file):
-        return 0
+        return CodeOwner.PYTORCH
     path = frame.file.replace("\\", "/")
     installed = _INSTALLED.search(path)
     if installed:
-        return 0 if installed[1].removesuffix(".py") in TORCH else 1
+        is_torch = installed[1].removesuffix(".py") in TORCH
+        return CodeOwner.PYTORCH if is_torch else CodeOwner.LIBRARY
     if _STDLIB_FILE.search(path):
-        return 0
+        return CodeOwner.PYTORCH
     if path.startswith("/") or path[1:3] == ":/":
-        return 2
+        return CodeOwner.USER
     top = path.split("/", 1)[0].removesuffix(".py")
     if top in TORCH or top in sys.stdlib_module_names:
-        return 0
-    return 1 if top in LIBRARIES else 2
+        return CodeOwner.PYTORCH
+    return CodeOwner.LIBRARY if top in LIBRARIES else CodeOwner.USER
 
 
-def _jax_rank(name: str) -> int:
+def _jax_code_owner(name: str) -> CodeOwner:
     frame = parse_frame(name)
-    return 0 if frame is not None and frame.file in JAX_FILES else frame_rank(name)
+    is_jax = frame is not None and frame.file in JAX_FILES
+    return CodeOwner.PYTORCH if is_jax else code_owner(name)
 
 
-def frame_ranks(trace: Trace) -> NDArray[np.int8]:
-    """Return :func:`frame_rank` of Python frames, aligned with ``trace.cpu``, and 0 elsewhere."""
+def code_owners(trace: Trace) -> NDArray[np.int8]:
+    """Return :func:`code_owner` of Python frames, aligned with ``trace.cpu``, and
+    ``CodeOwner.PYTORCH`` elsewhere."""
     cpu = trace.cpu
-    rank = np.zeros(cpu.height, dtype=np.int8)
+    owners = np.full(cpu.height, CodeOwner.PYTORCH, dtype=np.int8)
     python = np.flatnonzero((cpu["kind"] == "python").to_numpy())
     if len(python):
-        rank_of = _jax_rank if trace.meta.framework == JAX else frame_rank
-        rank[python] = map_names(cpu["name"].gather(python), rank_of, pl.Int8).to_numpy()
-    return rank
+        owner_of = _jax_code_owner if trace.meta.framework == JAX else code_owner
+        owners[python] = map_names(cpu["name"].gather(python), owner_of, pl.Int8).to_numpy()
+    return owners
 
 
 def user_frames(trace: Trace) -> Rows:
@@ -229,13 +243,15 @@ def user_frames(trace: Trace) -> Rows:
 
     It is the innermost frame of the user's own code, or if only installed libraries are around a
     row (as in a trace of an inference engine) their innermost one, never PyTorch's or Python's."""
-    rank = frame_ranks(trace)
-    if not rank.any():
+    owner = code_owners(trace)
+    if not owner.any():
         return np.full(trace.cpu.height, -1, dtype=np.int32)
     parent = parent_rows(trace)
-    frames = innermost_ancestor(parent, rank == 2)
-    if (rank == 1).any():
-        frames = np.where(frames >= 0, frames, innermost_ancestor(parent, rank == 1))
+    frames = innermost_ancestor(parent, owner == CodeOwner.USER)
+    if (owner == CodeOwner.LIBRARY).any():
+        frames = np.where(
+            frames >= 0, frames, innermost_ancestor(parent, owner == CodeOwner.LIBRARY)
+        )
     return frames
 
 
@@ -497,11 +513,13 @@ def _count_lines(stacks: Sequence[SampledStack]) -> _Lines:
     lines: Counter[Frame] = Counter()
     below: dict[Frame, Counter[tuple[str, str]]] = {}
     for count, frames, _ in stacks:
-        name = next((name for name in reversed(frames) if frame_rank(name) == 2), None)
+        name = next((name for name in reversed(frames) if code_owner(name) == CodeOwner.USER), None)
         frame = None if name is None else parse_frame(name)
         if frame is not None:
             lines[frame] += count
-            inner = parse_frame(next(name for name in reversed(frames) if frame_rank(name)))
+            inner = parse_frame(
+                next(name for name in reversed(frames) if code_owner(name) >= CodeOwner.LIBRARY)
+            )
             if inner is not None and inner != frame:
                 below.setdefault(frame, Counter())[inner.function, inner.file] += count
     return _Lines(lines, below)
@@ -565,7 +583,7 @@ def _end_names(stack: SampledStack) -> Iterator[str]:
     """Yield the names of the innermost function, if not the user's, and of the C function it
     calls."""
     leaf = parse_frame(stack.frames[-1])
-    if leaf is not None and frame_rank(stack.frames[-1]) < 2:
+    if leaf is not None and code_owner(stack.frames[-1]) < CodeOwner.USER:
         yield normalize_operator_name(leaf.function)
     if stack.called.startswith(("torch.", ".")):
         yield normalize_operator_name(stack.called)
@@ -590,14 +608,14 @@ def innermost_library(a: Analysis, rows: Rows, weight: NDArray[np.int64]) -> str
     """Return the library function around host rows with most of the ``weight``: the innermost frame
     that is not PyTorch's or Python's. ``None`` if it is the user's, or the trace has no Python
     stacks."""
-    rank = frame_ranks(a.trace)
-    if not rank.any() or not len(rows):
+    owner = code_owners(a.trace)
+    if not owner.any() or not len(rows):
         return None
-    frames = innermost_ancestor(parent_rows(a.trace), rank > 0)[rows]
+    frames = innermost_ancestor(parent_rows(a.trace), owner >= CodeOwner.LIBRARY)[rows]
     weights: Counter[tuple[str, str]] = Counter()
     for row, row_weight in zip(frames, weight, strict=True):
         frame = parse_frame(str(a.trace.cpu["name"][int(row)])) if row >= 0 else None
-        if frame is not None and rank[row] == 1:
+        if frame is not None and owner[row] == CodeOwner.LIBRARY:
             weights[frame.function, frame.file] += int(row_weight)
     top = weights.most_common(1)
     return describe_function(top[0][0] if top and top[0][1] > weight.sum() / 2 else None)
@@ -630,7 +648,7 @@ def _find_hook_calls(stack: SampledStack) -> Iterator[tuple[Frame, list[Frame]]]
         if function is None or name.startswith("torch/") or _is_forward([function]):
             continue
         if _CALLS_CALLBACKS.search(caller):
-            if frame_rank(name) == 2 and STEP_EVENT.search(function.function):
+            if code_owner(name) == CodeOwner.USER and STEP_EVENT.search(function.function):
                 yield function, []
         elif _CALLS_HOOKS.search(caller):
             inner = takewhile(
@@ -668,7 +686,7 @@ def _user_functions(frames: Sequence[str]) -> dict[tuple[str, str], tuple[int, F
     result = {}
     for level, name in enumerate(frames):
         frame = parse_frame(name)
-        if frame is not None and frame_rank(name) == 2:
+        if frame is not None and code_owner(name) == CodeOwner.USER:
             result[frame.file, frame.function] = level, frame
     return result
 

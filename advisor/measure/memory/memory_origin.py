@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from advisor.core.intervals import covered_length
 from advisor.core.report_memory import ModuleMemory
 from advisor.core.snapshot import SnapshotFrame, Stack
-from advisor.measure.host.stacks import frame_rank
+from advisor.measure.host.stacks import CodeOwner, code_owner
 from advisor.measure.memory.trace_memory import find_running
 
 if TYPE_CHECKING:
@@ -159,7 +159,8 @@ def find_origin(stack: Stack | None) -> AllocationOrigin:
         else user_frame.name,
         state=state,
         loss=any(
-            _LOSS_FILE.search(f.file) or (_LOSS.search(f.name) and frame_owner(f) < 2)
+            _LOSS_FILE.search(f.file)
+            or (_LOSS.search(f.name) and snapshot_code_owner(f) < CodeOwner.USER)
             for f in stack
         ),
         backward_begins=any(
@@ -189,7 +190,11 @@ def _use_slashes(file: str) -> str:
 
 def _calls_module(frame: SnapshotFrame) -> bool:
     """Return whether a frame is a module's ``forward``: stacks may lack ``_call_impl``."""
-    return frame.name == "forward" and frame.line > 0 and frame_owner(frame) >= 1
+    return (
+        frame.name == "forward"
+        and frame.line > 0
+        and snapshot_code_owner(frame) >= CodeOwner.LIBRARY
+    )
 
 
 def _find_role(stack: Stack, user_frame: SnapshotFrame | None) -> tuple[str, bool]:
@@ -220,7 +225,7 @@ def _find_role(stack: Stack, user_frame: SnapshotFrame | None) -> tuple[str, boo
             (MODULE.search(file) and name in CALLS)
             or _FUNCTIONAL.search(file)
             or _calls_module(frame)
-            or (_LOSS.search(name) and frame_owner(frame) == 2)
+            or (_LOSS.search(name) and snapshot_code_owner(frame) == CodeOwner.USER)
         ):
             result = "forward"
         elif frame is user_frame and name in _INIT:
@@ -266,19 +271,19 @@ def _find_user_frame(stack: Stack) -> SnapshotFrame | None:
     """Return the innermost frame of the user's code, else of an installed library's."""
     library = None
     for frame in stack:
-        rank = frame_owner(frame)
-        if rank == 2:
+        owner = snapshot_code_owner(frame)
+        if owner == CodeOwner.USER:
             return frame
-        if rank == 1 and library is None:
+        if owner == CodeOwner.LIBRARY and library is None:
             library = frame
     return library
 
 
-def frame_owner(frame: SnapshotFrame) -> int:
-    """Return whose code a frame is, as in ``stacks.frame_rank``, with 0 for C++ code."""
+def snapshot_code_owner(frame: SnapshotFrame) -> CodeOwner:
+    """Return whose code a frame of a snapshot is; C++ code is PyTorch's."""
     if _CPP.search(frame.file) or frame.line <= 0:
-        return 0
-    return frame_rank(f"{frame.file}({min(frame.line, 999_999_999)}): {frame.name}")
+        return CodeOwner.PYTORCH
+    return code_owner(f"{frame.file}({min(frame.line, 999_999_999)}): {frame.name}")
 
 
 HOST_MEMORY = -1

@@ -13,10 +13,16 @@ import numpy as np
 from advisor.core.intervals import Bools, Ints
 from advisor.core.snapshot import SnapshotFrame, Stack
 from advisor.core.text import format_bytes
+from advisor.measure.host.stacks import CodeOwner
 from advisor.measure.memory.allocator_replay import measure_repacking
 from advisor.measure.memory.memory_history import PHASES
 from advisor.measure.memory.memory_kinds import CATEGORIES
-from advisor.measure.memory.memory_origin import CALLS, MODULE, AllocationOrigin, frame_owner
+from advisor.measure.memory.memory_origin import (
+    CALLS,
+    MODULE,
+    AllocationOrigin,
+    snapshot_code_owner,
+)
 from advisor.measure.memory.peak_memory import PeakMemory, cached_measurement
 
 MIN_SAVING_SHARE = 0.05
@@ -298,7 +304,7 @@ def _find_callers(peak: PeakMemory, stack: int) -> list[tuple[str, int, str]]:
         for index, outer in enumerate(frames[1:], start=1)
         if is_call[index - 1]
         and outer.name not in CALLS
-        and frame_owner(outer) >= 1
+        and snapshot_code_owner(outer) >= CodeOwner.LIBRARY
         and any(is_call[index:])
     ]
 
@@ -345,7 +351,9 @@ def _find_attention(stack: Stack) -> SnapshotFrame | None:
     """Return the innermost frame of the user's attention function or file."""
     for frame in stack:
         file = frame.file.replace("\\", "/").rsplit("/", 1)[-1]
-        if frame_owner(frame) >= 1 and (_ATTENTION.search(frame.name) or _ATTENTION.search(file)):
+        if snapshot_code_owner(frame) >= CodeOwner.LIBRARY and (
+            _ATTENTION.search(frame.name) or _ATTENTION.search(file)
+        ):
             return frame
     return None
 

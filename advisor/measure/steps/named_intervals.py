@@ -16,8 +16,9 @@ from advisor.measure import Analysis
 from advisor.measure.host.names import name_matches
 from advisor.measure.host.op_tree import measure_inclusive_time, measure_self_time
 from advisor.measure.host.stacks import (
+    CodeOwner,
     Rows,
-    frame_ranks,
+    code_owners,
     innermost_ancestor,
     is_operator,
     outermost_ancestor,
@@ -243,10 +244,10 @@ def measure_contents(a: Analysis, ranges: NDArray[np.int64]) -> pl.DataFrame:
     rows = np.flatnonzero(is_below)
     if not len(rows):
         return empty
-    rank = np.where(is_below, frame_ranks(a.trace), 0).astype(np.int8)
-    frame = innermost_ancestor(parent, is_range | (rank == 2))
+    owner = np.where(is_below, code_owners(a.trace), 0).astype(np.int8)
+    frame = innermost_ancestor(parent, is_range | (owner == CodeOwner.USER))
     frame = np.where((frame >= 0) & ~is_range[np.maximum(frame, 0)], frame, -1).astype(np.int32)
-    callee = _find_callees(a, parent, frame, rank, is_below)
+    callee = _find_callees(a, parent, frame, owner, is_below)
     self_ns = measure_self_time(a, np.where(is_below, measure_inclusive_time(a), 0))
     attributed = rows[(callee[rows] >= 0) & (self_ns[rows] > 0)]
     if not len(attributed):
@@ -294,14 +295,14 @@ def _strip_addresses(names: pl.Series) -> pl.Series:
 
 
 def _find_callees(
-    a: Analysis, parent: Rows, frame: Rows, rank: NDArray[np.int8], is_below: NDArray[np.bool_]
+    a: Analysis, parent: Rows, frame: Rows, owner: NDArray[np.int8], is_below: NDArray[np.bool_]
 ) -> Rows:
     """Return the call of the user's frame around each row; see :func:`measure_contents`."""
     rows = np.arange(len(parent), dtype=np.int32)
     is_direct = (frame >= 0) & ((frame == rows) | (frame == parent))
     outermost = outermost_ancestor(parent, is_operator(a.trace) & is_below)
-    if (rank == 1).any():
-        library = outermost_ancestor(parent, rank == 1)
+    if (owner == CodeOwner.LIBRARY).any():
+        library = outermost_ancestor(parent, owner == CodeOwner.LIBRARY)
         outermost = np.where(library >= 0, library, outermost)
     return np.where(frame >= 0, innermost_ancestor(parent, is_direct), outermost).astype(np.int32)
 

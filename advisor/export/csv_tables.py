@@ -64,7 +64,7 @@ def _escape_cell(value: Cell) -> Cell:
 
 def _findings_table(report: Report) -> CsvTable:
     head = """
-        section rank rule category severity title gain_ns gain_low_ns gain_high_ns currency
+        section priority rule category severity title gain_ns gain_low_ns gain_high_ns currency
         marginal_gain_ns marginal_low_ns marginal_high_ns confidence file line function operator
         kernel fix code""".split()
     sections = (("finding", report.findings), ("risk", report.risks), ("note", report.notes))

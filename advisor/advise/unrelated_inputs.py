@@ -1,10 +1,12 @@
 """Check that opened traces and snapshots can belong to one run. Refuse them otherwise."""
 
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path, PurePath
 
 import polars as pl
 
+from advisor.advise.window_choice import choose_window_numbers
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.errors import AdvisorError
@@ -76,12 +78,15 @@ def explain_unrelated(run: Run) -> list[str]:
     return reasons
 
 
-def open_first_windows(path: str | Path, read: ReadOptions, rank: int | None = None) -> Run:
-    """Open the ranks of a run, each with its first window. Raises AdvisorError if its files cannot
-    be of one run."""
-    run = open_run(path, read, rank=rank, window="first")
+def open_windows(
+    path: str | Path, read: ReadOptions, rank: int | None = None, window: int | None = None
+) -> Run:
+    """Open the ranks of a run, each with one window: this one, or the rank's first that is like the
+    run. Raises AdvisorError if it is missing, or if the files cannot be of one run."""
+    run = open_run(path, read, rank=rank, window="first" if window is None else window)
     refuse_unrelated(run)
-    return run
+    keys = choose_window_numbers(run, window).items()
+    return replace(run, traces={key: run.traces[key] for key in keys})
 
 
 def refuse_unrelated(run: Run) -> None:

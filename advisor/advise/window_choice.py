@@ -23,7 +23,7 @@ def choose_windows(
         number: Analysis(
             run.traces[number, chosen], steps, _find_record(run, number), run.snapshots.get(number)
         )
-        for number, chosen in _choose_window_numbers(run, window).items()
+        for number, chosen in choose_window_numbers(run, window).items()
     }
     for number, a in analyses.items():
         if a.only_input is SNAPSHOT:
@@ -40,7 +40,7 @@ def choose_windows(
     return analyses
 
 
-def _choose_window_numbers(run: Run, window: int | None) -> dict[int, int]:
+def choose_window_numbers(run: Run, window: int | None) -> dict[int, int]:
     """Return the window of each rank to analyse. Raises AdvisorError if it is missing."""
     chosen = {}
     if not run.traces and run.unread and window is not None:

@@ -130,7 +130,7 @@ def run(arguments: list[str]) -> int:
             print(note, file=sys.stderr)
         return code
     except _UsageError as error:
-        return _print_error(_describe_usage_error(error), BAD_INPUT)
+        return _print_error(_describe_usage_error(error, command), BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
@@ -186,19 +186,25 @@ def _read_message(error: AdvisorError, arguments: list[str]) -> str:
     return offer_runs(error, arguments)
 
 
-def _describe_usage_error(error: Exception) -> str:
-    """Return the message of a usage error in one line, with the command that shows the help."""
+def _describe_usage_error(error: Exception, name: str) -> str:
+    """Return the message of a usage error of a subcommand in one line, with the command that shows
+    the help."""
     names = getattr(error, "possibilities", None) or ()
     describe = getattr(error, "format_message", None)
     message = " ".join((describe() if describe is not None else str(error)).split())
     context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "advisor"
+    command = f"advisor {name}" if name in COMMANDS else "advisor"
+    command = command if context is None else context.command_path
     parameter = getattr(error, "param", None)
     if message.startswith("Missing argument") and parameter is not None:
         name = parameter.metavar.removeprefix("[--] ").split()[0]
         return (
             f"no {name} is given: {command} {_describe_arguments(context)} (see '{command} --help')"
         )
+    extra = re.fullmatch(r"Got unexpected extra argument\S* \((.*)\)", message)
+    if extra is not None and context is not None:
+        usage = " ".join(context.command.collect_usage_pieces(context)[1:])
+        return f"too many arguments ({extra[1]}): {command} {usage} (see '{command} --help')"
     if message.startswith("Missing option") and parameter is not None:
         option = f"{parameter.opts[0]} {parameter.metavar or ''}".rstrip()
         return f"no {parameter.opts[0]} is given: add {option} (see '{command} --help')"

@@ -9,6 +9,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
+from advisor.cli.analyze import RedactionNames
 from advisor.core.auxiliary_inputs import SNAPSHOT
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import PREDICTIONS
@@ -16,11 +17,12 @@ from advisor.render.formats import PREDICTIONS
 if TYPE_CHECKING:
     from advisor.advise.memory_fit import CostedChange, MemoryFit
     from advisor.core.run_directory import RankRecord
+    from advisor.core.trace import Run
     from advisor.measure import Analysis
     from advisor.measure.memory.peak_memory import PeakMemory
 
 
-@o.with_options("rank", "steps", "memory_snapshot", "max_size")
+@o.with_options("rank", "window", "steps", "memory_snapshot", "max_size")
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace or run of the program, or its snapshot.")
@@ -45,6 +47,7 @@ def command(
     options: o.Options,
     format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
+    redact: o.Redact = False,
 ) -> None:
     """Check whether the program fits a GPU, and find the cheapest changes that make it fit."""
     if (gpu is None) == (capacity is None):
@@ -54,7 +57,9 @@ def command(
 
     target = None if gpu is None else find_gpu(gpu).gpu
     size = target.memory_bytes if target is not None else parse_bytes(str(capacity))
-    peak, analysis, record = _read_history(path, options)
+    redaction = RedactionNames(redact)
+    options = o.with_read_options(options, peek=redaction.peek)
+    run, peak, analysis, record = _read_history(path, options)
     scale = _compute_scale(batch_size, recorded_batch_size, record)
     device = None
     if analysis is not None and analysis.device_id is not None:
@@ -75,19 +80,21 @@ def command(
     )
     renderer = out.choose_renderer(PREDICTIONS, format_name, output)
     document = replace(document, data=_to_plain(result, scale))
+    document = out.redact_document(document, redaction.collect(run))
     out.deliver(renderer, document, output, [path], details=True)
 
 
 def _read_history(
     path: str, options: o.Options
-) -> tuple[PeakMemory, Analysis | None, RankRecord | None]:
-    """Return the memory history, the trace that times changes (or ``None``), and the rank's record.
-    Raises AdvisorError if there is no history, or its values contradict each other."""
-    from advisor.advise.unrelated_inputs import open_first_windows
+) -> tuple[Run, PeakMemory, Analysis | None, RankRecord | None]:
+    """Return the run, the memory history, the trace that times changes (or ``None``), and the
+    rank's record. Raises AdvisorError if there is no history, or its values contradict each
+    other."""
+    from advisor.advise.unrelated_inputs import open_windows
     from advisor.measure import Analysis
     from advisor.measure.memory.peak_memory import peak_memories
 
-    run = open_first_windows(path, options.read, options.rank)
+    run = open_windows(path, options.read, options.rank, options.window)
     number = (
         options.rank
         if options.rank is not None
@@ -120,7 +127,7 @@ def _read_history(
             "torch.cuda.memory._record_memory_history"
         )
     record = None if run.recording is None else run.recording.ranks.get(number)
-    return peak, analysis, record
+    return run, peak, analysis, record
 
 
 def _compute_scale(batch: float | None, recorded: float | None, record: RankRecord | None) -> float:

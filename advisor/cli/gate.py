@@ -92,6 +92,12 @@ def command(
             f"saved {save}: {count_noun(count, f'{kind} step')} of {count_noun(len(paths), 'run')}",
             file=sys.stderr,
         )
+        if len(paths) == 1:
+            print(
+                "advisor: one run does not show how far runs differ: identical programs failed "
+                "18% of simulated gates; save three runs or more",
+                file=sys.stderr,
+            )
         return
     if len(paths) != 2:
         how = "first, advisor gate --save baseline.json RUN writes the baseline"
@@ -117,7 +123,10 @@ def command(
         if "--save" in str(error):  # an earlier baseline, which may be overwritten
             raise
         how = "advisor gate --save baseline.json RUN writes one"
-        raise AdvisorError(f"no baseline: {str(error).partition('; ')[0]}; {how}") from None
+        reason = str(error).partition("; ")[0]
+        if "without traceEvents" in reason:  # a reason for a trace, which a baseline is not
+            reason = f"{paths[0]}: neither a saved baseline nor a trace"
+        raise AdvisorError(f"no baseline: {reason}; {how}") from None
     after = _read_report(paths[1], options, progress)
     comparison = compare_with_baseline(before, after, bounds)
     out.deliver(renderer, comparison, output, paths, details=details)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
 import stat
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path, PurePath
 from types import TracebackType
@@ -84,6 +87,22 @@ def show_document(document: Document, **options: Any) -> None:
     from advisor.render.formats.terminal import Terminal
 
     deliver(Terminal(), document, details=True, **options)
+
+
+def redact_document(document: Document, names: Iterable[str] | None) -> Document:
+    """Return a document and its data without private texts. ``names``: users and hosts that the
+    input names; ``None`` removes nothing."""
+    if names is None:
+        return document
+    import msgspec
+
+    from advisor.export.redact import Redactor, names_in, redact_fields
+    from advisor.render.document import convert_tuples, map_texts
+
+    data = msgspec.to_builtins(convert_tuples(document.data))
+    redactor = Redactor({*names, *names_in(msgspec.json.encode(data))})
+    cleaned: Document = map_texts(document, redactor.text)
+    return replace(cleaned, data=redact_fields(data, redactor))
 
 
 def can_use_color(stream: TextIO) -> bool:
@@ -312,14 +331,22 @@ def newest_run(paths: list[str]) -> list[str]:
         if chosen is not None and len(lines) > 1:
             run, *older = lines[chosen:]
             total = len(error.found) if isinstance(error, SeveralRuns) else len(found)
-            print(
+            chosen_run = (
                 f"{clean(run.path)}, the newest of {total} runs"
-                f"{' that can be analysed' * bool(chosen)}: {_describe_run(run)}",
+                f"{' that can be analysed' * bool(chosen)}: "
+                + re.sub(" {2,}", ", ", _describe_run(run))
+            )
+            print(
+                *textwrap.wrap(
+                    chosen_run, find_report_width(sys.stderr), subsequent_indent="  ",
+                    break_long_words=False, break_on_hyphens=False,
+                ),
                 *(f"skipped: {clean(new.path)}, {_why_skipped(new)}" for new in lines[:chosen]),
                 f"another: {clean(_format_command(['analyze', str((older or lines)[0].path)]))}",
+                "",
                 sep="\n",
                 file=sys.stderr,
-            )
+            )  # fmt: skip
             return [str(run.path)]
     return paths
 

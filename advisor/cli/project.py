@@ -10,6 +10,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
+from advisor.cli.analyze import RedactionNames
 from advisor.core.errors import AdvisorError
 from advisor.core.text import format_duration
 from advisor.render.formats import PREDICTIONS
@@ -26,7 +27,9 @@ _MAX_NAMED = 4
 """Maximum number of GPUs for which the median rank's step is listed."""
 
 
-@o.with_options("node_size", "node_bandwidth", "rank", "steps", "max_size", "recorded_gpu")
+@o.with_options(
+    "node_size", "node_bandwidth", "rank", "window", "steps", "max_size", "recorded_gpu"
+)
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -69,6 +72,7 @@ def command(
     ] = False,
     format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
+    redact: o.Redact = False,
 ) -> None:
     """Predict the step time on another GPU, and its cost there.
 
@@ -78,7 +82,7 @@ def command(
         raise AdvisorError("no GPU is given: add --gpu NAME, --all or --gpus N")
     if gpus and (gpu or all_gpus):
         raise AdvisorError("--gpus N is for the recorded GPU: give it without --gpu and --all")
-    from advisor.advise.unrelated_inputs import open_first_windows
+    from advisor.advise.unrelated_inputs import open_windows
     from advisor.core.files import read_toml
     from advisor.core.prices import read_prices
     from advisor.replay.project.project import Projector
@@ -86,7 +90,9 @@ def command(
 
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _choose_targets(gpu, table, all_gpus=all_gpus)
-    run = open_first_windows(path, options.read, options.rank)
+    redaction = RedactionNames(redact)
+    options = o.with_read_options(options, peek=redaction.peek)
+    run = open_windows(path, options.read, options.rank, options.window)
     pace = find_pacing_rank(run, options.rank, options.steps)
     measured = read_rank(run, pace.slowest, options.steps)
     notes += pace.notes
@@ -106,6 +112,7 @@ def command(
             measured_median = read_rank(run, pace.median, options.steps)
             median = Projector(measured_median, same_host=same_host)
         document = _project_onto_gpus(projector, median, pace, targets, table, epoch, notes)
+    document = out.redact_document(document, redaction.collect(run))
     out.deliver(renderer, document, output, [path], details=True)
 
 

@@ -149,6 +149,8 @@ def window(
     from advisor.core.run_directory import is_run, read_recording
     from advisor.recorder.writer import REQUEST
 
+    if not run.exists():
+        raise AdvisorError(f"{run}: no such file or directory")
     if not is_run(run):
         raise AdvisorError(f"{run}: not a run directory (it has no manifest.json)")
     ranks = read_recording(run).ranks.values()

@@ -46,7 +46,7 @@ def command(
 ) -> None:
     """Show a saved JSON report again, or that of a trace, or write it as a file.
 
-    For a trace, ``analyze`` shows the same and has more options."""
+    For a trace, advisor analyze shows the same and has more options."""
     renderer = out.choose_renderer(REPORTS, format_name, output)
     for target in (html, output):
         if target is not None:

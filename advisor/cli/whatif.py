@@ -12,6 +12,7 @@ import typer
 
 from advisor.cli import options as o
 from advisor.cli import output as out
+from advisor.cli.analyze import RedactionNames
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import PREDICTIONS
 
@@ -31,7 +32,7 @@ MAX_EDITS_LENGTH = 400
 """Maximum length of a finding's edits in the list, characters."""
 MAX_TARGETS = 6
 """Maximum number of the trace's targets in the list."""
-_MAX_NAMES, _MAX_NAME_LENGTH = 8, 60
+_MAX_NAMES, _MAX_NAME_LENGTH = 3, 40
 """Maximum number of names to list for an unknown one, and length of each, characters."""
 
 EditLines = Annotated[
@@ -61,7 +62,9 @@ Mesh = Annotated[
 ]
 
 
-@o.with_options("node_size", "node_bandwidth", "rank", "steps", "max_size", "recorded_gpu")
+@o.with_options(
+    "node_size", "node_bandwidth", "rank", "window", "steps", "max_size", "recorded_gpu"
+)
 def command(
     path: Annotated[
         str, typer.Argument(metavar="TRACE", help="A trace file, a folder of one run, or -.")
@@ -86,6 +89,7 @@ def command(
     format_name: Annotated[str | None, o.format_option(PREDICTIONS)] = None,
     output: o.Output = None,
     details: Annotated[bool, o.details_option("Show how waits are replayed.")] = False,
+    redact: o.Redact = False,
 ) -> None:
     """Predict the step with edits applied, or on another device mesh, by replaying its dependency
     graph.
@@ -116,13 +120,15 @@ def command(
         changes = [" ".join(changes)] if changes else []
     edit = [*changes, *edit]
     edits = [parse_edit(line) for line in edit]
-    from advisor.advise.unrelated_inputs import open_first_windows
+    from advisor.advise.unrelated_inputs import open_windows
     from advisor.render.documents import whatif as documents
 
     renderer = out.choose_renderer(PREDICTIONS, format_name, output)
     if precision is not None and (edits or mesh is not None):
         raise AdvisorError("whatif: give only one of --precision, --mesh and edits")
-    run = open_first_windows(path, options.read, None if edits else options.rank)
+    redaction = RedactionNames(redact)
+    options = o.with_read_options(options, peek=redaction.peek)
+    run = open_windows(path, options.read, None if edits else options.rank, options.window)
     if precision is not None:
         document = _project_precision(run, precision, options)
     elif mesh is not None:
@@ -135,11 +141,12 @@ def command(
     elif not edits:
         if format_name is not None or output is not None:
             raise AdvisorError(f"no edit is given; advisor whatif {shlex.quote(path)} lists some")
-        out.show(_list_edits(path, run, options))
+        out.show(_list_edits(path, run, options, redaction.collect(run)))
         return
     else:
         document = _replay_edits(run, edit, edits, options)
     show_details = details or precision is not None or mesh is not None
+    document = out.redact_document(document, redaction.collect(run))
     out.deliver(renderer, document, output, [path], details=show_details)
 
 
@@ -161,7 +168,7 @@ def _replay_edits(run: Run, lines: list[str], edits: list[Edit], options: o.Opti
     return replace(documents.build(result, lines), data=data)
 
 
-def _list_edits(path: str, run: Run, options: o.Options) -> str:
+def _list_edits(path: str, run: Run, options: o.Options, redact: set[str] | None) -> str:
     """Return the longest targets of the trace, with the report's names of idle causes, and the
     edits of its findings to paste."""
     from advisor.advise.engine import analyze_in_full
@@ -206,8 +213,14 @@ def _list_edits(path: str, run: Run, options: o.Options) -> str:
         "What this trace's fixes change, to paste:": edit_lines,
         "Fixes whose edits are not listed:": missing_lines,
     }
+    if any(re.search(r"\d\.\.\d", line) for line in edit_lines):
+        edit_lines.append("    (a..b..c: the optimistic, the central and the pessimistic value)")
     for title, listed in sections.items():
         result += ["", title, *listed] if listed else []
+    if redact is not None:
+        from advisor.export.redact import redact_with
+
+        result = [*map(redact_with(examined.report, redact)[1].text, result)]
     return "".join(f"{clean(line)}\n" for line in result)
 
 

@@ -4,19 +4,26 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, analyze_in_full
 from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.amounts import compare_amounts, counters_verdict
 from advisor.compare.comparison import (
+    Change,
     Comparison,
     FindingChange,
     RealisedGain,
     Side,
     StepTimeChange,
 )
-from advisor.compare.comparison_text import has_guessed_steps, is_of_whole_recordings, write_verdict
+from advisor.compare.comparison_text import (
+    has_guessed_steps,
+    is_of_whole_recordings,
+    is_unjudged,
+    write_verdict,
+)
 from advisor.compare.device_work import (
     can_match_by_shape,
     compare_kernels,
@@ -85,6 +92,7 @@ def compare_reports(
     comparison = _start_comparison(before, after, paths)
     changes = compare_findings(before, after, None)
     comparison.findings = [change for change, _ in changes]
+    _name_unjudged(comparison)
     comparison.realised = RealisedGain(rules=[], reason="there is no trace to replay")
     comparison.limits = list_limits(before, after, comparison)
     if saved:
@@ -116,6 +124,7 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
         _judge_by_work(comparison, a, b, contrast_operators(before.report, after.report))
     if comparison.same_device is not False:
         comparison.kernels, comparison.kernels_rest = compare_kernels(a, b)
+    _name_unjudged(comparison)
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
     comparison.realised = measure_realised_gain(fixed, before, comparison)
     comparison.limits = list_limits(before.report, after.report, comparison)
@@ -145,6 +154,18 @@ def _judge_by_work(c: Comparison, a: Analysis, b: Analysis, contrast: str) -> No
         f"Only {t.format_share(c.matched)} of the device time is in operators and shapes that both "
         "have"
     )
+
+
+_UNJUDGED_CHANGES: Final[dict[str, Change]] = {
+    "fixed": "only before", "replaced": "only before", "new": "only after", "remaining": "in both"
+}  # fmt: skip
+"""Names of changes where neither run is a fix of the other."""
+
+
+def _name_unjudged(c: Comparison) -> None:
+    """Call no finding fixed or new if the two are not comparable."""
+    for finding in c.findings if is_unjudged(c) else ():
+        finding.change = _UNJUDGED_CHANGES.get(finding.change, finding.change)
 
 
 def _start_comparison(before: Report, after: Report, paths: Sequence[str]) -> Comparison:

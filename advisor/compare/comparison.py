@@ -13,7 +13,10 @@ from advisor.core.report_file import decode_json, encode_json
 SCHEMA = "advisor.comparison/2"
 
 Verdict = Literal["slower", "faster", "no difference", "not measured"]
-Change = Literal["fixed", "replaced", "new", "remaining", "unchecked", "unchecked before"]
+Change = Literal[
+    "fixed", "replaced", "new", "remaining", "unchecked", "unchecked before", "only before",
+    "only after", "in both",
+]  # fmt: skip
 GateAnswer = Literal["passed", "not shown", "regression"]
 
 
@@ -161,7 +164,8 @@ class FindingChange(Struct, kw_only=True):
     change: Change
     """Change: ``fixed`` if the rule ran and no longer finds it. ``replaced`` if, in addition, what
     does the work now takes longer. ``unchecked`` if the rule could not check again. ``unchecked
-    before`` if it is there now, and could not be checked before."""
+    before`` if it is there now, and could not be checked before. ``only before``, ``only after`` or
+    ``in both`` if the two are not comparable, so that neither is a fix of the other."""
     rule: str
     """Identifier of the rule."""
     title: str

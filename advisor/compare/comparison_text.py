@@ -43,16 +43,14 @@ CHANGE_TITLES = {
     "remaining": "remaining",
     "unchecked": "not checked again",
     "unchecked before": "not checked before",
+    "only before": "only before",
+    "only after": "only after",
+    "in both": "in both",
 }
-UNJUDGED_TITLES = {
-    **CHANGE_TITLES,
-    "fixed": "only before",
-    "replaced": "only before",
-    "new": "only after",
-    "remaining": "in both",
-}
-"""Titles for different programs, where neither run is a fix of the other."""
-CHANGE_ORDER = ("new", "fixed", "replaced", "remaining", "unchecked", "unchecked before")
+CHANGE_ORDER = (
+    "new", "only after", "fixed", "replaced", "only before", "remaining", "in both", "unchecked",
+    "unchecked before",
+)  # fmt: skip
 MORE_IS_BETTER = ("GPU busy", "communication hidden", "MFU")
 """Names of the figures for which more is better; for all others, less is."""
 
@@ -114,7 +112,7 @@ def write_verdict(comparison: Comparison) -> str:
     if counts["replaced"]:
         parts.append(f"{counts['replaced']} replaced by slower work")
     text = f"{text}. Findings: {', '.join(parts)}." if parts else f"{text}."
-    return " ".join([*_describe_crashes(comparison), text, *_describe_other_load(comparison)])
+    return " ".join([*_describe_crashes(comparison), text, *describe_other_load(comparison)])
 
 
 MIN_LOAD_SHARE = 0.1
@@ -122,14 +120,14 @@ MIN_LOAD_SHARE = 0.1
 verdict mentions."""
 
 
-def _describe_other_load(c: Comparison) -> list[str]:
+def describe_other_load(c: Comparison) -> list[str]:
     """Say that other programs took more of the cores on one side, if this took much of a step."""
     before, after = c.before.other_programs_ns, c.after.other_programs_ns
     step_ns = max(c.before.step_ns, c.after.step_ns)
     if before is None or after is None or abs(after - before) < MIN_LOAD_SHARE * step_ns:
         return []
     times = f"{t.format_duration(before)} of each step before and {t.format_duration(after)} after"
-    return [f"Other programs took the cores for {times}: compare again on a quiet machine."]
+    return [f"Other programs took the cores for {times}: record again on a quiet machine."]
 
 
 def write_badge(comparison: Comparison) -> str:
@@ -394,12 +392,11 @@ def _format_change(amount: Amount) -> str:
 
 def group_findings(c: Comparison) -> list[tuple[str, list[FindingChange]]]:
     """Group the findings by their change: (title, findings), new ones first."""
-    titles = UNJUDGED_TITLES if is_unjudged(c) else CHANGE_TITLES
     result: dict[str, list[FindingChange]] = {}
     for change in CHANGE_ORDER:
         items = [item for item in c.findings if item.change == change]
         if items:
-            result.setdefault(titles[change], []).extend(items)
+            result.setdefault(CHANGE_TITLES[change], []).extend(items)
     return list(result.items())
 
 
@@ -407,10 +404,10 @@ def describe_finding(item: FindingChange, each: str = " per step") -> list[str]:
     """Describe a finding in parts. ``each`` follows its gain, see ``per_suffix``."""
     parts = [item.title]
     gains = [item.before_gain_ns, item.after_gain_ns]
-    if item.change == "remaining" and None not in gains:
+    if item.change in ("remaining", "in both") and None not in gains:
         parts.append(f"gain {t.format_duration(gains[0])} → {t.format_duration(gains[1])}{each}")
     elif any(gain is not None for gain in gains):
-        label = "estimated gain" if item.change in ("fixed", "replaced") else "gain"
+        label = "estimated gain" if item.change in ("fixed", "replaced", "only before") else "gain"
         parts.append(f"{label} {t.format_duration(next(g for g in gains if g is not None))}{each}")
     if item.place:
         moved = " (elsewhere before)" if item.same_place is False else ""

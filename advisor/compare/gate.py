@@ -14,6 +14,7 @@ from advisor.compare.comparison import (
     GateAnswer,
     StepTimeChange,
 )
+from advisor.compare.comparison_text import describe_other_load
 from advisor.compare.statistics import MIN_DEPENDENT_STEPS
 from advisor.compare.steps import with_guessed_steps
 from advisor.core.errors import AdvisorError
@@ -121,17 +122,25 @@ def decide(c: Comparison, bounds: Bounds) -> Decision:
     elif high <= bounds.slower:
         answer = "passed"
     grown, memory = _check_memory(c.find_amount("memory peak"), bounds)
+    other_load = describe_other_load(c)
     return Decision(
         answer="regression" if grown else answer,
         failed=answer == "regression" or grown or (bounds.strict and answer == "not shown"),
-        reasons=[_explain_step_time(answer, c.steps, bounds), *memory],
+        reasons=[
+            _explain_step_time(answer, c.steps, bounds, is_busy=bool(other_load)),
+            *other_load,
+            *memory,
+        ],
         bounds=bounds,
         # an end of -100% is a limit, not half of the interval
         detectable=bounds.slower + (share - low if low > -1 else max(share - low, high - share)),
     )
 
 
-def _explain_step_time(answer: GateAnswer, steps: StepTimeChange, bounds: Bounds) -> str:
+def _explain_step_time(
+    answer: GateAnswer, steps: StepTimeChange, bounds: Bounds, *, is_busy: bool
+) -> str:
+    """Explain the answer. ``is_busy``: other programs took the cores, and a sentence says so."""
     low, high = steps.share_low or 0.0, steps.share_high or 0.0
     if max(abs(low), abs(high)) < 0.0005:  # 0.0% on both sides
         change = "no difference"
@@ -144,9 +153,12 @@ def _explain_step_time(answer: GateAnswer, steps: StepTimeChange, bounds: Bounds
     if answer != "not shown":
         return allowed
     advice = "Record more steps"
-    if steps.between_runs:
+    if is_busy:
+        advice = ""
+    elif steps.between_runs:
         advice = "The runs differ: save more of them, or record on an idle machine"
-    return f"{allowed}. {advice}{', or drop --strict' if bounds.strict else ''}"
+    drop = "" if not bounds.strict else ", or drop --strict" if advice else "Drop --strict"
+    return f"{allowed}. {advice}{drop}" if advice or drop else allowed
 
 
 def _check_memory(peak: Amount | None, bounds: Bounds) -> tuple[bool, list[str]]:

@@ -430,20 +430,20 @@ def redact(value: _S, names: Iterable[str] = ()) -> _S:
 def redact_with(value: _S, names: Iterable[str] = ()) -> tuple[_S, Redactor]:
     """Redact like :func:`redact`, and also return the redactor for other texts that are shown."""
     redactor = Redactor({*names, *names_in(msgspec.json.encode(value))})
-    plain = _redact_fields(msgspec.to_builtins(value), redactor)
+    plain = redact_fields(msgspec.to_builtins(value), redactor)
     try:
         return msgspec.convert(plain, type(value)), redactor
     except msgspec.ValidationError as error:
         raise AdvisorError(f"cannot be redacted: {error}") from None
 
 
-def _redact_fields(value: Any, redactor: Redactor, parent_key: str = "") -> Any:
+def redact_fields(value: Any, redactor: Redactor, parent_key: str = "") -> Any:
     """Redact the fields of advisor's own structs; no field is private because of its name. Patterns
     are redacted so that they still match, and an input's path is redacted as a path."""
     if isinstance(value, str):
         return redactor.text(value)
     if isinstance(value, list | tuple):
-        return [_redact_fields(item, redactor, parent_key) for item in value]
+        return [redact_fields(item, redactor, parent_key) for item in value]
     if not isinstance(value, dict):
         return value
     result = {}
@@ -453,7 +453,7 @@ def _redact_fields(value: Any, redactor: Redactor, parent_key: str = "") -> Any:
         elif key == "path" and isinstance(item, str):
             result[key] = redactor.text(Path(item).name or item)
         else:
-            result[redactor.text(key)] = _redact_fields(item, redactor, key)
+            result[redactor.text(key)] = redact_fields(item, redactor, key)
     return result
 
 

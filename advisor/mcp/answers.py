@@ -379,6 +379,8 @@ class AllowedFolders:
         self.folders: list[Path] = []
         for folder in folders:
             real = Path(os.path.realpath(folder))
+            if not real.exists():
+                raise AdvisorError(f"{folder}: no such file or directory")
             if not real.is_dir():
                 raise AdvisorError(f"{folder}: not a folder; give the folders that may be read")
             self.folders.append(real)

@@ -280,7 +280,7 @@ class Tools:
     ) -> Projected:
         """Predict the step on another GPU (gpu), or with more or fewer GPUs (gpus) for each split
         of the job. With many ranks it is predicted for the rank with the most work."""
-        from advisor.advise.unrelated_inputs import open_first_windows
+        from advisor.advise.unrelated_inputs import open_windows
         from advisor.core.gpus import find_gpu
         from advisor.measure.comm.links import NodeLinks
         from advisor.read import ReadOptions
@@ -304,7 +304,7 @@ class Tools:
         gpu_choices: tuple[TargetGpu, ...] = ()
         splits: list[Split] = []
         with self._lock:
-            run = open_first_windows(self.allowed.path(path), options, rank)
+            run = open_windows(self.allowed.path(path), options, rank)
             pacing = find_pacing_rank(run, rank)
             a = read_rank(run, pacing.slowest, None)
             if gpus:
@@ -331,7 +331,7 @@ class Tools:
 
     def _all_ranks(self, given: str, rank: int | None) -> Run:
         """Return the run with all ranks of its report. An analysis holds only the first of many."""
-        from advisor.advise.unrelated_inputs import open_first_windows
+        from advisor.advise.unrelated_inputs import open_windows
         from advisor.read import ReadOptions
 
         analysis = self._examine_path(given, rank)
@@ -339,7 +339,7 @@ class Tools:
         if ranks is None or len(analysis.run.ranks) >= len(ranks.lines):
             return analysis.run
         options = ReadOptions(max_bytes=_MAX_BYTES, urls=False)
-        return open_first_windows(self.allowed.path(given), options)
+        return open_windows(self.allowed.path(given), options)
 
     def _examine_path(self, given: str, rank: int | None) -> AnalysisResult:
         path = self.allowed.path(given)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
@@ -266,6 +266,26 @@ def convert_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: convert_tuples(item) for key, item in value.items()}
     return [convert_tuples(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+_NOT_SHOWN: Final = {"style", "align", "mark", "language", "name", "status", "data"}
+"""Fields of blocks that are no text to read."""
+
+
+def map_texts(value: Any, clean: Callable[[str], str]) -> Any:
+    """Return a document or a part of it with ``clean`` applied to each text that is shown."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list | tuple):
+        return tuple(map_texts(item, clean) for item in value)
+    if not is_dataclass(value) or isinstance(value, type):
+        return value
+    changes = {
+        item.name: map_texts(getattr(value, item.name), clean)
+        for item in fields(value)
+        if item.init and item.name not in _NOT_SHOWN
+    }
+    return replace(value, **changes)
 
 
 def cards(blocks: Iterable[Block]) -> list[Card]:

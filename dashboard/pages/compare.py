@@ -299,7 +299,6 @@ def _finding_card(comparison: Comparison) -> Any:
     if not groups:
         return ui.empty_state("No findings", "Neither run has findings.")
     sections: list[Any] = []
-    change_classes = {} if comparison_text.is_unjudged(comparison) else CHANGE_CLASSES
     for title, items in groups:
         sections.append(
             ui.element(
@@ -307,7 +306,7 @@ def _finding_card(comparison: Comparison) -> Any:
                 ui.element(
                     "Span",
                     f"{title} {len(items)}",
-                    cls=f"pill {change_classes.get(items[0].change, '')}",
+                    cls=f"pill {CHANGE_CLASSES.get(items[0].change, '')}",
                 ),
                 ui.element(
                     "Ul",

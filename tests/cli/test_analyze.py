@@ -449,6 +449,15 @@ def test_recording_without_layers_gets_one_line_of_advice(
         ("slow.json", "slow.json is not a command: advisor analyze slow.json"),
         ("whatif scale work 0.5", "no trace is given: advisor whatif TRACE 'scale work 0.5'"),
         ("gate notes.md slow.json", "no baseline: notes.md: unknown format"),
+        ("gate keys.json slow.json", "no baseline: keys.json: neither a saved baseline nor a tr"),
+        ("analyze slow.json --top", "requires an argument. See 'advisor analyze --help'"),
+        ("analyze slow.json --steps (", "neither a range A:B of step numbers, such as 2:8, nor a"),
+        ("compare a b c", "too many arguments (c): advisor compare BEFORE AFTER (see 'advisor"),
+        ("window nosuch", "nosuch: no such file or directory"),
+        ("mcp nosuch", "nosuch: no such file or directory"),
+        ("whatif slow.json --window 3", "no window 3 (windows present: 0)"),
+        ("project slow.json --gpu h100 --window 3", "no window 3 (windows present: 0)"),
+        ("fit slow.json --gpu h100 --window 3", "no window 3 (windows present: 0)"),
         (
             "gate slow.json",
             "no RUN is given: advisor gate slow.json RUN; first, advisor",
@@ -477,6 +486,7 @@ def test_errors_name_the_wrong_value(
 ) -> None:
     shutil.copy(slow_trace, "slow.json")
     Path("notes.txt").write_text("Monday\nit was slow\n")
+    Path("keys.json").write_text('{"a": 1}')
     Path("notes.md").write_text("# A heading\n\nand text")
     Path("setup.toml").write_text('[build-system]\nrequires = ["setuptools"]\n')
     Path("other.json").write_text(re.sub(r'"pid": ?1000', '"pid":77', slow_trace.read_text()))

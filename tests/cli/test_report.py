@@ -153,3 +153,28 @@ def test_bad_input_is_one_line_error_with_exit_code_2(
     assert complaint in err
     assert err.count("\n") == 1
     assert not Path("x.json").exists()
+
+
+PREDICTIONS = {
+    "whatif": ["scale kernel:WANDB_API_KEY=hunter2 0.5"],
+    "whatif without edits": [],
+    "whatif --precision": ["--precision", "int8"],
+    "project": ["--gpu", "h200"],
+}
+
+
+@pytest.mark.parametrize("kind", PREDICTIONS)
+@pytest.mark.parametrize("form", ["terminal", "json", "html"])
+def test_redacted_predictions_hold_no_private_data(
+    advisor: Run, private_trace: Path, kind: str, form: str
+) -> None:
+    options = PREDICTIONS[kind] + (["--format", form] if kind != "whatif without edits" else [])
+    words = [kind.split(maxsplit=1)[0], private_trace, *options]
+    private = ("hf_aB3dE5gH7jK9mN1p", "hunter2", "jdoe17", "secret-project")
+    code, plain, err = advisor(*words)
+    assert code == 0, err
+    code, out, _ = advisor(*words, "--redact")
+    assert code == 0 and not [text for text in private if text in out]
+    assert len(out.splitlines()) == len(plain.splitlines())
+    if kind == "whatif":
+        assert "hunter2" in plain  # as the edit names it

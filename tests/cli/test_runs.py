@@ -85,8 +85,10 @@ def test_analyze_takes_the_newest_usable_run_and_explains_it(project: Path, advi
     result = advisor("analyze", "runs/", "--format", "json")
     assert result.code == 0
     assert json.loads(result.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
-    which, another = result.err.splitlines()
-    assert which.startswith("runs/2026-11-21_b, the newest of 2 runs:") and "345 steps" in which
+    *which, another, blank = result.err.splitlines()
+    text = " ".join(line.strip() for line in which)
+    assert text.startswith("runs/2026-11-21_b, the newest of 2 runs:") and ", 345 steps," in text
+    assert max(map(len, which)) <= 80 and not blank
     trial = record(runs / "2026-11-22_c", 20_002, 12, "train.py")
     (trial / FILE).write_text("{}")
     started = record(runs / "2026-11-23_d", 20_003, 0, "killed.py") / "rank0"
@@ -94,9 +96,9 @@ def test_analyze_takes_the_newest_usable_run_and_explains_it(project: Path, advi
     (started / "trace_w0.json.gz").unlink()
     result = advisor("analyze", "runs/", "--format", "json")
     assert json.loads(result.out)["inputs"][0]["path"].startswith("runs/2026-11-21_b")
-    which, *skipped, another = result.err.splitlines()
-    assert which.startswith("runs/2026-11-21_b, the newest of 4 runs that can be analysed:")
-    assert skipped == [
+    *lines, another, _ = result.err.splitlines()
+    assert lines[0].startswith("runs/2026-11-21_b, the newest of 4 runs that can be analysed:")
+    assert [line for line in lines if line.startswith("skipped")] == [
         "skipped: runs/2026-11-23_d, no steps recorded",
         "skipped: runs/2026-11-22_c, a trial of advisor try",
     ]

@@ -17,8 +17,10 @@ from msgspec.structs import replace
 from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
 from advisor.compare.compare import MIN_MATCHED
+from advisor.compare.comparison import Bounds
 from advisor.compare.comparison_text import breakdown_lines, write_verdict
 from advisor.compare.findings import RemainingFinding, compare_findings
+from advisor.compare.gate import decide
 from advisor.core.errors import AdvisorError
 from advisor.core.finding import Finding, Location, SkippedCheck
 from advisor.core.report import Report
@@ -561,6 +563,11 @@ def test_other_programs_get_the_warning_first_and_no_verdict(shared_file: Shared
     assert text.startswith("These look like different programs")
     assert "less time" not in text and "more time" not in text
     assert "only after (" in text and "new (" not in text and "predicted to save" not in text
+    changes = {finding.change for finding in comparison.findings}
+    assert changes <= {"only before", "only after", "in both", "unchecked", "unchecked before"}
+    assert "only after" in changes and not comparison.realised.rules
+    changes = {finding.change for finding in compare(other, lines).findings}
+    assert "only before" in changes and not changes & {"fixed", "new"}
     assert not compare(lines, lines).other_programs
     wide = Path(shared_file("h100/vocabulary/manifest.json")).parent  # the same operators
     assert compare(lines, wide).verdict.startswith("On other input shapes, such as another batch")
@@ -630,6 +637,9 @@ def test_the_verdict_says_that_other_programs_took_more_of_the_cores() -> None:
     """Six busy processes ran beside one side only. Two runs of an idle machine have no note."""
     folder = Path(__file__).parents[1] / "data" / "recorded"
     busy, quiet = (folder / f"contention.{kind}" for kind in ("slow", "cured"))
-    verdict = compare(quiet, busy).verdict
+    comparison = compare(quiet, busy)
+    verdict = comparison.verdict
+    reasons = decide(comparison, Bounds(slower=1.0)).reasons
+    assert any("Other programs took" in each for each in reasons) and "Record more" not in reasons
     assert "Other programs took the cores for 218 µs of each step before and 132 ms" in verdict
     assert "Other programs took" not in compare(quiet, quiet).verdict

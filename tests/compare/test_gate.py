@@ -88,7 +88,8 @@ def test_a_run_is_compared_with_the_saved_baseline(
     advisor: Run, tmp_path: Path, us: float, bound: str, code: int, answer: str
 ) -> None:
     old, new = trace(tmp_path / "old.json", 1000), trace(tmp_path / "new.json", us)
-    assert advisor("gate", "--save", "base.json", old)[0] == 0
+    saved, _, warning = advisor("gate", "--save", "base.json", old)
+    assert saved == 0 and "save three runs or more" in warning
     old.unlink()  # the baseline is all that is needed
     exit_code, out, err = advisor(
         "gate", "base.json", new, "--max-slower", bound, "--format", "json"

@@ -296,7 +296,10 @@ def _find_named_steps(trace: Trace, pattern: str) -> tuple[pl.DataFrame, str]:
     try:
         marks = _find_marks(trace, pattern)
     except pl.exceptions.ComputeError:
-        raise AdvisorError(f"--steps {pattern}: not a regular expression") from None
+        raise AdvisorError(
+            f"--steps {pattern}: neither a range A:B of step numbers, such as 2:8, nor a regular "
+            "expression for the names of ranges"
+        ) from None
     if marks.height:
         latest_end = (marks["ts"] + marks["dur"]).cum_max().shift(1).fill_null(marks["ts"][0])
         marks = marks.filter(marks["ts"] >= latest_end)

@@ -110,15 +110,10 @@ def command(
     Targets, narrowed by a pattern after a colon: kernel, family, comm, copy, memset, work, layer,
     op, python, range, host, sync, loader, gap. More: docs/whatif.md
     of a checkout."""
-    from advisor.replay.edit_language import VERBS, parse_edit
+    from advisor.replay.edit_language import parse_edit
     from advisor.replay.what_if import what_if
 
-    if path.split()[:1] and path.split()[0] in VERBS and not Path(path).exists():
-        edit_text = shlex.quote(" ".join([path, *changes]))
-        raise AdvisorError(f"no trace is given: advisor whatif TRACE {edit_text}")
-    if not any(" " in words for words in changes):  # an edit without quotes
-        changes = [" ".join(changes)] if changes else []
-    edit = [*changes, *edit]
+    edit = [*_join_words(path, changes), *edit]
     edits = [parse_edit(line) for line in edit]
     from advisor.advise.unrelated_inputs import open_windows
     from advisor.render.documents import whatif as documents
@@ -148,6 +143,19 @@ def command(
     show_details = details or precision is not None or mesh is not None
     document = out.redact_document(document, redaction.collect(run))
     out.deliver(renderer, document, output, [path], details=show_details)
+
+
+def _join_words(path: str, changes: list[str]) -> list[str]:
+    """Return the edits, one of which may be without quotes. Raises AdvisorError if the ``path`` is
+    the first of its words."""
+    from advisor.replay.edit_language import VERBS
+
+    if path.split()[:1] and path.split()[0] in VERBS and not Path(path).exists():
+        edit_text = shlex.quote(" ".join([path, *changes]))
+        raise AdvisorError(f"no trace is given: advisor whatif TRACE {edit_text}")
+    if any(" " in words for words in changes) or not changes:
+        return changes
+    return [" ".join(changes)]
 
 
 def _replay_edits(run: Run, lines: list[str], edits: list[Edit], options: o.Options) -> Document:

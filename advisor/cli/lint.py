@@ -46,9 +46,13 @@ def _format_hints(hints: list[Hint], problems: list[str]) -> str:
     from advisor.render.formats.terminal import Page
 
     page = Page(out.find_report_width(sys.stdout), colour=out.can_use_color(sys.stdout))
-    for hint in hints:
+    count = t.count_noun(len(hints), "hint") if hints else "No hints"
+    page.wrap(f"{count} from the source: only a recording shows the cost (advisor record).")
+    page.blank_line()
+    for number, hint in enumerate(hints, 1):
         place = f"{t.shorten_path(hint.file, 60)}:{hint.line}"
-        page.wrap((f"{place}  ", "bold"), labels.clean(hint.title), indent=4)
+        title = labels.clean(hint.title)
+        page.wrap((f"{place}  ", "bold"), title, first=f"{number:>2}", indent=4)
         page.flow("why", [labels.clean(hint.why)])
         page.flow("fix", [labels.clean(hint.fix)], style="bold")
         if hint.confirmed_by:
@@ -58,6 +62,4 @@ def _format_hints(hints: list[Hint], problems: list[str]) -> str:
         page.blank_line()
     for problem in problems:
         page.wrap(labels.clean(problem), style="yellow")
-    count = t.count_noun(len(hints), "hint") if hints else "No hints"
-    page.wrap(f"{count}: only a recording shows the cost (advisor record).", style="dim")
     return page.getvalue()

@@ -150,7 +150,7 @@ def _join_words(path: str, changes: list[str]) -> list[str]:
     the first of its words."""
     from advisor.replay.edit_language import VERBS
 
-    if path.split()[:1] and path.split()[0] in VERBS and not Path(path).exists():
+    if path.partition(" ")[0] in VERBS and not Path(path).exists():
         edit_text = shlex.quote(" ".join([path, *changes]))
         raise AdvisorError(f"no trace is given: advisor whatif TRACE {edit_text}")
     if any(" " in words for words in changes) or not changes:

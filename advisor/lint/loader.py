@@ -4,12 +4,21 @@ import ast
 import re
 from collections.abc import Iterator
 
-from advisor.core import text as t
 from advisor.core.cgroup import count_cores
-from advisor.lint.script import Hint, Script, find_keyword, hint_position, is_constant, is_method
+from advisor.lint.script import (
+    Function,
+    Hint,
+    Script,
+    find_keyword,
+    hint_position,
+    is_constant,
+    is_method,
+    names_in,
+)
 
 LOADER_NAMES = {"torch.utils.data.DataLoader", "DataLoader", "torch_geometric.loader.DataLoader"}
-MAX_WORKERS = 4
+MAX_WORKERS = 2
+"""Number of workers to begin with: one that loads, and one more for slow batches."""
 _WORKERS_POSITION = 5
 """Index of ``num_workers`` among the positional arguments."""
 
@@ -30,6 +39,7 @@ def check_loader(source: Script) -> Iterator[Hint]:
     if any(is_constant(find_keyword(call, "pin_memory"), True) for call in loaders):
         yield from _check_blocking_copies(source)
     yield from _check_sampler_epoch(source)
+    yield from _check_element_writes(source)
 
 
 def _check_arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
@@ -83,10 +93,7 @@ def _check_arguments(source: Script, call: ast.Call) -> Iterator[Hint]:
     if in_memory:
         advice = "Pin the memory of batches that go to a GPU."
     elif number:
-        advice = (
-            f"Begin with {number}: the process may use {t.count_noun(count_cores(), 'core')} here, "
-            "and the loop needs one. A recording shows how many the step needs."
-        )
+        advice = f"Begin with {number}. A recording shows how many the step needs."
     fixes = [advice] * bool(missing)
     build_once = ["Build the loader once, before the loop: its workers live as long as it does."]
     build_once *= bool(rebuilt_notes)
@@ -248,8 +255,8 @@ def _is_tf_dataset(source: Script, node: ast.expr, depth: int = 8) -> bool:
 
 
 def _suggest_workers() -> int:
-    """Return a number of workers that leaves one core to the loop. Four suffice for most loops."""
-    return max(1, min(MAX_WORKERS, count_cores() - 1))
+    """Return a number of workers to begin with, at most one per core."""
+    return min(MAX_WORKERS, count_cores())
 
 
 def _check_blocking_copies(source: Script) -> Iterator[Hint]:
@@ -303,3 +310,68 @@ def _check_sampler_epoch(source: Script) -> Iterator[Hint]:
             confirmed_by="",
             **hint_position(call),
         )
+
+
+_LOADING_FUNCTIONS = re.compile(r"__getitems?__|\w*collate\w*")
+_NEW_TENSORS = {"torch.zeros", "torch.ones", "torch.empty", "torch.full"}
+
+
+def _check_element_writes(source: Script) -> Iterator[Hint]:
+    """Check the functions that load samples for a tensor that a loop fills element by element."""
+    for function in ast.walk(source.tree):
+        if not isinstance(function, Function) or not _LOADING_FUNCTIONS.fullmatch(function.name):
+            continue
+        for loop in ast.walk(function):
+            if not isinstance(loop, ast.For):
+                continue
+            for node in loop.body:
+                if _writes_element(source, function, loop, node):
+                    assert isinstance(node, ast.Assign)
+                    yield _element_write_hint(source, loop, node)
+
+
+def _writes_element(source: Script, function: ast.AST, loop: ast.For, node: ast.stmt) -> bool:
+    """Return whether a statement of the loop writes an element of a tensor of the function."""
+    if not isinstance(node, ast.Assign) or not isinstance(target := node.targets[0], ast.Subscript):
+        return False
+    if not isinstance(target.value, ast.Name) or not names_in(target.slice) & names_in(loop.target):
+        return False
+    if any(isinstance(part, ast.Slice | ast.Call) for part in ast.walk(target.slice)):
+        return False
+    return any(
+        isinstance(made, ast.Assign)
+        and isinstance(made.value, ast.Call)
+        and source.qualified_name(made.value.func) in _NEW_TENSORS
+        and any(isinstance(t, ast.Name) and t.id == target.value.id for t in made.targets)
+        for made in ast.walk(function)
+    )
+
+
+def _element_write_hint(source: Script, loop: ast.For, node: ast.Assign) -> Hint:
+    target = node.targets[0]
+    assert isinstance(target, ast.Subscript)
+    name, value = source.text_of(target.value), source.text_of(node.value)
+    code = None
+    counters = loop.target.elts[:1] if isinstance(loop.target, ast.Tuple) else [loop.target]
+    is_counted = (
+        isinstance(loop.iter, ast.Call)
+        and len(loop.iter.args) == 1
+        and (source.qualified_name(loop.iter.func) in ("enumerate", "range"))
+    )
+    if is_counted and len(loop.body) == 1 and ast.dump(target.slice) == _load_of(counters[0]):
+        pairs = f"for {source.text_of(loop.target)} in {source.text_of(loop.iter)}"
+        code = f"values = [{value} {pairs}]\n{name}[:len(values)] = torch.tensor(values)"
+    return Hint(
+        id="element-writes",
+        title=f"{source.text_of(node).splitlines()[0][:60]} writes one element at a time",
+        why="each write is an operator of its own, some microseconds of the loading of a sample",
+        fix="Fill a list, and make a tensor of it once.",
+        code=code,
+        confirmed_by="single-process-loader",
+        **hint_position(node),
+    )
+
+
+def _load_of(node: ast.expr) -> str:
+    """Return the dump of a loop's variable as it is read."""
+    return ast.dump(ast.Name(node.id, ast.Load())) if isinstance(node, ast.Name) else ""

@@ -47,7 +47,8 @@ def check_loop(source: Script) -> Iterator[Hint]:
         yield from _check_costly_call(source, call)
         statement = source.statement(call)
         sync = _describe_sync(call, loop)
-        if sync and statement is not None and statement not in reported:
+        is_waiting = sync and _GPU_WORDS.search(source.text)
+        if is_waiting and statement is not None and statement not in reported:
             reported.add(statement)
             yield _sync_hint(source, call, statement, sync)
         yield from _check_defaults(call)
@@ -73,6 +74,10 @@ def _check_costly_call(source: Script, call: ast.Call) -> Iterator[Hint]:
 
 
 # -- reads of GPU values ------------------------------------------------------------------------
+
+
+_GPU_WORDS = re.compile(r"(?i)\b(?:cuda|hip|rocm|xpu|mps|device\w*|\w*accelerat\w+|fabric)\b")
+"""Pattern of the words in programs that use a GPU."""
 
 
 def _describe_sync(call: ast.Call, loop: Loop) -> str:

@@ -75,29 +75,7 @@ def command(
     """
     paths = paths or []
     if save is not None:
-        from advisor.compare.gate import build_baseline
-
-        if not paths:
-            raise AdvisorError(f"no RUN is given: advisor gate --save {save} RUN")
-        out.check_output(save, paths)
-        baseline = build_baseline([_analyse_run(path, options, progress) for path in paths], paths)
-        out.write(baseline.to_json().decode(), save, paths)
-        sources = [steps.source for steps in baseline.step_durations]
-        source = "recorder" if "recorder" in sources else sources[0]
-        kind = "unprofiled" if source == "recorder" else "profiled"
-        count = sum(
-            len(steps.durations_ns) for steps in baseline.step_durations if steps.source == source
-        )
-        print(
-            f"saved {save}: {count_noun(count, f'{kind} step')} of {count_noun(len(paths), 'run')}",
-            file=sys.stderr,
-        )
-        if len(paths) == 1:
-            print(
-                "advisor: one run does not show how far runs differ: identical programs failed "
-                "18% of simulated gates; save three runs or more",
-                file=sys.stderr,
-            )
+        _save_baseline(save, paths, options, progress)
         return
     if len(paths) != 2:
         how = "first, advisor gate --save baseline.json RUN writes the baseline"
@@ -133,6 +111,33 @@ def command(
     _write_to_workflow(comparison, shown=output is None and format_name == "github")
     if comparison.decision is not None and comparison.decision.failed:
         raise typer.Exit(1)
+
+
+def _save_baseline(save: Path, paths: list[str], options: Options, progress: bool) -> None:
+    """Save the runs as a baseline, and say on stderr how many steps of how many runs it has."""
+    from advisor.compare.gate import build_baseline
+
+    if not paths:
+        raise AdvisorError(f"no RUN is given: advisor gate --save {save} RUN")
+    out.check_output(save, paths)
+    baseline = build_baseline([_analyse_run(path, options, progress) for path in paths], paths)
+    out.write(baseline.to_json().decode(), save, paths)
+    sources = [steps.source for steps in baseline.step_durations]
+    source = "recorder" if "recorder" in sources else sources[0]
+    kind = "unprofiled" if source == "recorder" else "profiled"
+    count = sum(
+        len(steps.durations_ns) for steps in baseline.step_durations if steps.source == source
+    )
+    print(
+        f"saved {save}: {count_noun(count, f'{kind} step')} of {count_noun(len(paths), 'run')}",
+        file=sys.stderr,
+    )
+    if len(paths) == 1:
+        print(
+            "advisor: one run does not show how far runs differ: identical programs failed "
+            "18% of simulated gates; save three runs or more",
+            file=sys.stderr,
+        )
 
 
 def _read_report(path: str, options: Options, progress: bool) -> Report:

@@ -83,10 +83,9 @@ def command(
     if gpus and (gpu or all_gpus):
         raise AdvisorError("--gpus N is for the recorded GPU: give it without --gpu and --all")
     from advisor.advise.unrelated_inputs import open_windows
-    from advisor.core.files import read_toml
     from advisor.core.prices import read_prices
     from advisor.replay.project.project import Projector
-    from advisor.replay.project.splits import find_epoch, find_pacing_rank, read_instance, read_rank
+    from advisor.replay.project.splits import find_epoch, find_pacing_rank, read_rank
 
     table = read_prices(prices)
     targets, notes = ([], []) if gpus else _choose_targets(gpu, table, all_gpus=all_gpus)
@@ -99,10 +98,7 @@ def command(
     epoch = find_epoch(measured, epoch_steps, epoch_samples)
     renderer = out.choose_renderer(PREDICTIONS, format_name, output)
     if gpus:
-        machine = None
-        if instance is not None:
-            tables = {} if prices is None else read_toml(prices).get("instances")
-            machine = instance, read_instance(tables, instance)
+        machine = _read_machine(instance, prices)
         document = _compare_splits(
             measured, gpus, nodes, recorded_mesh, machine, table, options, epoch, notes
         )
@@ -114,6 +110,16 @@ def command(
         document = _project_onto_gpus(projector, median, pace, targets, table, epoch, notes)
     document = out.redact_document(document, redaction.collect(run))
     out.deliver(renderer, document, output, [path], details=True)
+
+
+def _read_machine(name: str | None, prices: Path | None) -> tuple[str, Instance] | None:
+    """Return a machine in [instances] of the price file, with its name. ``None`` without a name."""
+    from advisor.core.files import read_toml
+    from advisor.replay.project.splits import read_instance
+
+    if name is None:
+        return None
+    return name, read_instance({} if prices is None else read_toml(prices).get("instances"), name)
 
 
 def _project_onto_gpus(

@@ -161,6 +161,11 @@ def write_headline(report: TrialReport) -> str:
     if joint is None:
         if report.winners:
             return note + _describe_winners(report)
+        if all(trial.outcome == "not run" for trial in report.trials):
+            if report.interrupted:
+                return "Interrupted before anything was tried."
+            spent = t.format_duration(report.seconds * 1e9)
+            return f"Nothing was tried: recording used {spent}. Try again with a larger --budget."
         text = f"{note}No gain is shown in {t.count_noun(count, 'trial')}."
         if unclear := sum(trial.outcome == "unclear" for trial in report.trials):
             text += (
@@ -195,13 +200,17 @@ def format_interval(low: float | None, high: float | None) -> str:
     """Format an interval of shares of the step."""
     if low is None or high is None:
         return t.NOT_MEASURED
-    lowest = "below -100" if low < -1 else f"{100 * low:.0f}"  # more than twice as long
-    return f"{lowest} to {100 * high:.0f}%"
+    lowest = "−100% or less" if low < -1 else _format_percent(low)  # more than twice as long
+    return f"{lowest} to {_format_percent(high)}%"
+
+
+def _format_percent(share: float) -> str:
+    return f"{'−' if share <= -0.005 else ''}{abs(100 * share):.0f}"
 
 
 def describe_runs(report: TrialReport) -> list[str]:
     """Describe how much was run."""
-    result = [f"{report.processes} processes, {report.seconds:.0f} s"]
+    result = [f"{t.count_noun(report.processes, 'process')}, {report.seconds:.0f} s"]
     if report.steps:
         result.append(f"{report.steps} steps timed in each")
     if report.moved:

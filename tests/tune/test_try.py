@@ -20,7 +20,13 @@ from advisor.render.formats import TRIALS
 from advisor.replay import predictions
 from advisor.tune.knob import KnobSetting
 from advisor.tune.pipeline import save_trials
-from advisor.tune.report import CombinedTrial, Trial, TrialReport, write_headline
+from advisor.tune.report import (
+    CombinedTrial,
+    Trial,
+    TrialReport,
+    format_interval,
+    write_headline,
+)
 
 pytest.importorskip("torch")
 
@@ -220,7 +226,8 @@ def test_invalid_budget_is_one_line_error(text: str) -> None:
 
 
 def test_trial_without_a_winner_is_reported() -> None:
-    trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered")
+    trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered",
+                  outcome="no gain")  # fmt: skip
     assert write_headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
     trial.outcome = "unclear"
     headline = write_headline(TrialReport(trials=[trial, Trial(rule="r", knob_setting=KnobSetting(
@@ -254,3 +261,22 @@ def test_the_headline_of_a_combination_has_savings_of_one_sign() -> None:
     assert write_headline(report) == (
         "workers=2: 200 ms → 110 ms per step (45% less; 34 to 55% with 95% confidence)."
     )
+
+
+def test_a_budget_that_recording_used_up_is_named_and_its_trials_listed_once() -> None:
+    trials = [
+        Trial(rule="r", knob_setting=KnobSetting("workers", workers), title="", safety="exact",
+              why="the budget was spent")
+        for workers in (2, 1)
+    ]  # fmt: skip
+    report = TrialReport(trials=trials, out_of_budget=True, seconds=60, processes=1)
+    text = TRIALS.render("terminal", report)
+    assert text.startswith("Nothing was tried: recording used 60 s. Try again with a larger")
+    assert "1 process, 60 s" in text
+    assert text.count("the budget was spent") == 1 and "workers=2, workers=1" in text
+
+
+def test_intervals_have_a_minus_sign_and_an_end() -> None:
+    assert format_interval(-0.123, 0.48) == "−12 to 48%"
+    assert format_interval(-3.5, 0.48) == "−100% or less to 48%"
+    assert format_interval(-0.001, -0.2) == "0 to −20%"

@@ -32,7 +32,15 @@ def build(report: TrialReport, options: d.RenderOptions = d.DEFAULT) -> d.Docume
     cards = [
         _build_card(trial, report.titles.get(trial.rule, trial.rule))
         for trial in report.trials
-        if trial.outcome != "not run" or trial.why
+        if trial.outcome != "not run"
+    ]
+    reasons = {trial.why: "" for trial in report.trials if trial.outcome == "not run" and trial.why}
+    skipped = [
+        d.Paragraph(
+            f"Not run, {why}: "
+            + ", ".join(labels.clean(trial.name) for trial in report.trials if trial.why == why)
+        )
+        for why in reasons
     ]
     shown = d.Section(
         "Trials", [_build_table(report)], "share of the step that is saved", short=True
@@ -43,6 +51,7 @@ def build(report: TrialReport, options: d.RenderOptions = d.DEFAULT) -> d.Docume
         [
             d.FieldList(fields, indent=0),
             shown if report.trials else nothing,
+            *skipped,
             *([d.Section("What each does", cards)] if cards else []),
             *_build_combination(report),
             *_build_remaining(report),

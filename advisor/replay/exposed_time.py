@@ -291,22 +291,22 @@ def exposed_intervals(a: Analysis, edit: Edit) -> Intervals:
         result = intervals_of(a.gaps, selected_gaps(a, select))
         return intersect(result, select_instants(a, select)) if select.at else result
     if edit.op == "make_async":
-        return _find_bubbles(a, selected_host(a, select))
+        return _idle_after_syncs(a, selected_host(a, select))
     idle = a.breakdown.idle if a.device_id is not None else a.spans
     time = intersect(selected_host_time(a, select), idle)
     if edit.op != "remove":
         return time
-    return union_of(time, _find_bubbles(a, selected_host(a, select)))
+    return union_of(time, _idle_after_syncs(a, selected_host(a, select)))
 
 
-def _find_bubbles(a: Analysis, mask: Bools) -> Intervals:
+def _idle_after_syncs(a: Analysis, mask: Bools) -> Intervals:
     """Return the idle time after the selected synchronising calls."""
     syncs = a.syncs
     if syncs.is_empty():
         return EMPTY
     rows = mask[syncs["host"].to_numpy()]
-    start = syncs["bubble_ts"].fill_null(0).to_numpy()[rows]
-    end = syncs["bubble_end"].fill_null(0).to_numpy()[rows]
+    start = syncs["idle_ts"].fill_null(0).to_numpy()[rows]
+    end = syncs["idle_end"].fill_null(0).to_numpy()[rows]
     # without the call the host would be ahead by its wait in the call, and no more
     ahead = syncs["waited"].to_numpy()[rows]
     return intersect(union(np.maximum(start, end - ahead), end), a.breakdown.idle)

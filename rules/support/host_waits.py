@@ -74,8 +74,8 @@ def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
         memory=pl.when(pl.col("copy") == "HtoD").then("src").otherwise("dst").cast(pl.String),
     )
     table = a.syncs.hstack(copies).filter(condition & ~pl.col("profiler"))
-    end = int_column(table, "bubble_end")
-    start = np.maximum(int_column(table, "bubble_ts"), end - int_column(table, "waited"))
+    end = int_column(table, "idle_end")
+    start = np.maximum(int_column(table, "idle_ts"), end - int_column(table, "waited"))
     return BlockingCalls(table, covered_length(start, end, a.breakdown.idle))
 
 
@@ -88,8 +88,8 @@ def with_operators(a: Analysis, blocking: BlockingCalls) -> BlockingCalls:
     row = np.where(around >= 0, around, host)
     start = cpu["ts"].to_numpy()[row]
     end = start + cpu["dur"].to_numpy()[row]
-    until = int_column(table, "bubble_end")
-    since = np.maximum(int_column(table, "bubble_ts"), until - int_column(table, "waited"))
+    until = int_column(table, "idle_end")
+    since = np.maximum(int_column(table, "idle_ts"), until - int_column(table, "waited"))
     idle = a.breakdown.idle
     around_idle = covered_length(start, end, idle)
     overlap = np.maximum(start, since), np.maximum(np.minimum(end, until), np.maximum(start, since))
@@ -137,7 +137,7 @@ def _format_count(a: Analysis, count: int) -> str:
 def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:
     """Make these calls asynchronous: with the first candidate that selects every costly one of them
     and no other costly call, else call by call. A common copy direction of all is selected too."""
-    costly_syncs = a.syncs.filter((pl.col("bubble") > 0) & ~pl.col("profiler"))
+    costly_syncs = a.syncs.filter((pl.col("idle_ns") > 0) & ~pl.col("profiler"))
     calls = row_numbers(blocking.table["host"])
     costly_calls = calls[blocking.idle > 0]
     others = np.setdiff1d(row_numbers(costly_syncs["host"]), costly_calls)

@@ -1,4 +1,4 @@
-"""Host waits: what they waited for, and the bubble they left, by hand and on real traces."""
+"""Host waits: what they waited for, and the idle time they left, by hand and on real traces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def program(**options: object) -> TraceBuilder:
     return TraceBuilder(launch_us=5, latency_us=3, **options)  # type: ignore[arg-type]
 
 
-def test_sync_bubble_lasts_from_awaited_to_next_work():
+def test_idle_time_after_a_sync_lasts_from_awaited_to_next_work():
     b = program()
     with b.step():
         b.launch("gemm", 100)  # called 0 .. 5, runs 8 .. 108
@@ -35,8 +35,8 @@ def test_sync_bubble_lasts_from_awaited_to_next_work():
     sync = only_row(b.analysis())
     assert (sync["ts"], sync["dur"], sync["kind"]) == (5_000, 103_000, "device")
     assert sync["waited"] == 100_000
-    assert sync["bubble"] == 58_000
-    assert (sync["bubble_ts"], sync["bubble_end"]) == (108_000, 166_000)
+    assert sync["idle_ns"] == 58_000
+    assert (sync["idle_ts"], sync["idle_end"]) == (108_000, 166_000)
     assert sync["cause"] == "torch.cuda.synchronize"
     assert not sync["profiler"]
 
@@ -50,10 +50,10 @@ def test_a_sync_that_finds_its_work_done_costs_nothing():
         b.host(50)
         b.launch("gemm", 10)
     sync = only_row(b.analysis())
-    assert (sync["waited"], sync["bubble"], sync["bubble_ts"]) == (0, 0, None)
+    assert (sync["waited"], sync["idle_ns"], sync["idle_ts"]) == (0, 0, None)
 
 
-def test_sync_has_no_bubble_while_another_stream_works():
+def test_sync_leaves_no_idle_time_while_another_stream_works():
     b = program()
     with b.step():
         b.launch("gemm", 100)  # 8 .. 108
@@ -64,7 +64,7 @@ def test_sync_has_no_bubble_while_another_stream_works():
     # the thread's last work is on stream 20, so what is awaited must be seen from the time
     sync = only_row(b.analysis())
     assert sync["kind"] == "stream"
-    assert sync["bubble"] == 0
+    assert sync["idle_ns"] == 0
     assert sync["waited"] == 108_000 - 10_000
 
 
@@ -77,7 +77,7 @@ def test_cuda_sync_rows_name_the_awaited_stream():
         b.host(50)
         b.launch("gemm", 10)  # called at 158, runs from 166
     sync = only_row(b.analysis())
-    assert (sync["bubble_ts"], sync["bubble"]) == (108_000, 58_000)
+    assert (sync["idle_ts"], sync["idle_ns"]) == (108_000, 58_000)
 
 
 def test_value_read_is_named_after_the_called_operator():
@@ -196,8 +196,8 @@ def test_pageable_copy_and_its_sync_count_once():
     first, second = a.syncs.iter_rows(named=True)
     assert first["call"] == "cudaMemcpyAsync"
     assert first["waited"] == 102_000
-    assert (first["bubble_ts"], first["bubble"]) == (110_000, 48_000)
-    assert (second["waited"], second["bubble"]) == (0, 0)
+    assert (first["idle_ts"], first["idle_ns"]) == (110_000, 48_000)
+    assert (second["waited"], second["idle_ns"]) == (0, 0)
     assert first["copy"] == second["copy"]
 
 
@@ -216,10 +216,10 @@ def test_the_synchronous_copy_call_is_a_sync():
         blocking_copy(b, 60, 30, 20, "Pinned", "cudaMemcpy")  # 5 .. 65, copies 35 .. 55
         b.launch("gemm", 10)  # called at 65, runs from 73
     sync = only_row(b.analysis())
-    assert (sync["kind"], sync["cause"], sync["bubble"]) == ("memcpy", "cudaMemcpy", 18_000)
+    assert (sync["kind"], sync["cause"], sync["idle_ns"]) == ("memcpy", "cudaMemcpy", 18_000)
 
 
-def test_two_syncs_in_a_row_share_the_bubble_between_them():
+def test_two_syncs_in_a_row_share_the_idle_time_between_them():
     b = program()
     with b.step():
         b.launch("gemm", 100)  # 8 .. 108
@@ -230,8 +230,8 @@ def test_two_syncs_in_a_row_share_the_bubble_between_them():
         b.host(20)
         b.launch("gemm", 10)  # called at 186, runs from 194
     a = b.analysis()
-    assert a.syncs["bubble"].to_list() == [8_000, 28_000]
-    assert a.syncs["bubble"].sum() == a.breakdown.idle.total - 8_000  # before the first kernel
+    assert a.syncs["idle_ns"].to_list() == [8_000, 28_000]
+    assert a.syncs["idle_ns"].sum() == a.breakdown.idle.total - 8_000  # before the first kernel
 
 
 def test_final_device_sync_belongs_to_the_profiler():
@@ -248,7 +248,7 @@ def test_final_device_sync_belongs_to_the_profiler():
         b.host(100)
     last = b.analysis().syncs.tail(1)
     assert last["profiler"].to_list() == [True]
-    assert last["bubble"].to_list() == [0]
+    assert last["idle_ns"].to_list() == [0]
 
 
 def test_sync_before_other_work_is_not_the_profilers():
@@ -328,8 +328,8 @@ def test_event_syncs_by_record_and_by_time():
             )
         sync = only_row(b.analysis())
         assert sync["kind"] == "event"
-        assert sync["bubble_ts"] == released
-        assert sync["bubble"] == 198_000 - 128_000  # the device idles when the late work has ended
+        assert sync["idle_ts"] == released
+        assert sync["idle_ns"] == 198_000 - 128_000  # the device idles when the late work has ended
 
 
 def test_columns_match_the_schema_with_and_without_rows():
@@ -353,7 +353,7 @@ def test_columns_match_the_schema_with_and_without_rows():
         max_size=15,
     )
 )
-def test_bubbles_of_a_thread_never_count_an_instant_twice(program_of):
+def test_idle_times_of_a_thread_never_count_an_instant_twice(program_of):
     b = program()
     with b.step():
         for action, us in program_of:
@@ -373,9 +373,9 @@ def test_bubbles_of_a_thread_never_count_an_instant_twice(program_of):
                 with b.thread(2000):
                     b.launch("other", us)
     a = b.analysis()
-    assert a.syncs["bubble"].sum() <= a.breakdown.idle.total
-    spans = a.syncs.filter(pl.col("bubble") > 0).sort("bubble_ts")
-    begin, end = spans["bubble_ts"].to_numpy(), spans["bubble_end"].to_numpy()
+    assert a.syncs["idle_ns"].sum() <= a.breakdown.idle.total
+    spans = a.syncs.filter(pl.col("idle_ns") > 0).sort("idle_ts")
+    begin, end = spans["idle_ts"].to_numpy(), spans["idle_end"].to_numpy()
     assert (begin[1:] >= end[:-1]).all()
     assert (a.syncs["waited"] <= a.syncs["dur"]).all()
 
@@ -396,8 +396,8 @@ def test_the_60_pageable_copies_of_the_a100_job(shared_trace):
     assert copies["dur"].sum() / 1e6 == pytest.approx(75.663, abs=1e-3)
     streams = a.syncs.filter(kind="stream")
     assert streams.height == 60
-    assert streams["bubble"].sum() == 0
-    assert 0 < a.syncs["bubble"].sum() < 0.02 * a.span_ns
+    assert streams["idle_ns"].sum() == 0
+    assert 0 < a.syncs["idle_ns"].sum() < 0.02 * a.span_ns
     assert a.syncs["copy"].is_not_null().all()
 
 
@@ -429,7 +429,7 @@ def test_single_read_of_bert_step_leaves_154_us(shared_trace):
     end = gpu["ts"][read["copy"]] + gpu["dur"][read["copy"]]
     launched = cpu["ts"].gather(gpu["launch"].fill_null(0))
     following = gpu["ts"].filter(launched > cpu["ts"][read["host"]]).min()
-    assert read["bubble"] == following - end == 153_855
+    assert read["idle_ns"] == following - end == 153_855
     assert only_row(a, kind="device")["cause"] == "torch.cuda.synchronize"
 
 
@@ -442,10 +442,10 @@ def test_the_closing_sync_of_a_real_trace_is_the_profilers(name, shared_trace):
 
 
 @pytest.mark.parametrize("name", ["a100_train_6steps", "v100_train_copy_heavy", "two_ranks_rank0"])
-def test_bubbles_of_real_traces_are_idle_time(name, shared_trace):
+def test_idle_times_after_syncs_of_real_traces_are_the_devices(name, shared_trace):
     a = Analysis(read_trace(shared_trace(name)))
-    table = a.syncs.filter(pl.col("bubble") > 0)
-    begin, end = table["bubble_ts"].to_numpy(), table["bubble_end"].to_numpy()
+    table = a.syncs.filter(pl.col("idle_ns") > 0)
+    begin, end = table["idle_ts"].to_numpy(), table["idle_end"].to_numpy()
     idle = a.breakdown.idle
     # instant by instant at the resolution of the file, which is whole microseconds
     idle_us = np.zeros(a.trace.meta.end_ns // 1000 + 2, dtype=bool)
@@ -454,4 +454,4 @@ def test_bubbles_of_real_traces_are_idle_time(name, shared_trace):
     expected = [
         int(idle_us[s:e].sum()) * 1000 for s, e in zip(begin // 1000, end // 1000, strict=True)
     ]
-    assert table["bubble"].to_list() == expected
+    assert table["idle_ns"].to_list() == expected

@@ -188,7 +188,7 @@ def test_a100_training_gets_no_pinning_or_launch_advice(
     assert "from pinned memory" in praise and "DataLoader keeps up" in praise
 
 
-def test_pageable_copies_to_host_are_judged_by_their_bubble(
+def test_pageable_copies_to_host_are_judged_by_the_idle_time_they_leave(
     shared_trace: Find,
 ) -> None:
     import polars as pl
@@ -455,7 +455,7 @@ def test_loader_without_workers_differs_from_one_with_workers(tmp_path: Path) ->
     assert not mentioned_rules(record(1)) & {"single-process-loader"}
 
 
-def test_waits_without_a_bubble_are_a_note_with_replayed_gain(
+def test_waits_that_leave_no_idle_time_are_a_note_with_replayed_gain(
     shared_trace: Find,
 ) -> None:
     """60 blocking copies to the host hold it for 75 of 465 ms; the device idles after them for

@@ -1,4 +1,4 @@
-"""Host waits for the device: the awaited work, and the bubble that they leave on the device."""
+"""Host waits for the device: the awaited work, and the idle time that they leave on the device."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ SYNCS_SCHEMA: dict[str, Any] = {
     "call": pl.String,  # its name
     "kind": pl.Enum(KINDS),
     "waited": pl.Int64,  # ns of the call during which the device was working
-    "bubble": pl.Int64,  # ns that the device then idled because the host had been blocked
-    "bubble_ts": pl.Int64,  # end of the awaited work, ns; null without a bubble
-    "bubble_end": pl.Int64,  # start of the thread's next device work, ns; null without a bubble
+    "idle_ns": pl.Int64,  # ns that the device then idled because the host had been blocked
+    "idle_ts": pl.Int64,  # end of the awaited work, ns; null without idle time
+    "idle_end": pl.Int64,  # start of the thread's next device work, ns; null without idle time
     "op": pl.Int32,  # row of trace.cpu: the innermost operator around; null if none
     "cause": pl.String,  # aten::item, torch.cuda.synchronize, …
     "copy": pl.Int32,  # row of trace.gpu: the copy it waits for; null if none
@@ -70,11 +70,11 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     """Find the host's waits for the device, with the columns of SYNCS_SCHEMA, ordered by ``ts``.
 
     There is one row for each synchronising runtime call that starts inside the used steps.
-    ``bubble`` counts only if the call blocked the host, that is, if the awaited work ended after
+    ``idle_ns`` counts only if the call blocked the host, that is, if the awaited work ended after
     the call began. A call whose work is already done costs nothing, as does a call after which the
-    thread launches nothing more. The bubble ends at the next release of the thread, so the bubbles
+    thread launches nothing more. The idle time ends at the next release of the thread, so the waits
     of one thread never count an instant twice. Removing a sync lets the host run ahead by at most
-    ``waited``, so ``waited`` limits the gain if it is below ``bubble``.
+    ``waited``, so ``waited`` limits the gain if it is below ``idle_ns``.
 
     ``copy`` is the copy between host and device that the thread launched last before the call and
     in the same operator. For a copy that blocked the host itself (kind ``memcpy``), it is that
@@ -102,8 +102,8 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
     release = _find_releases(trace, work, rows, kind, copy, ts, end)
     next_start = work.start_of_next(rows, thread)
     profiler = np.isin(rows, profiler_syncs(trace))
-    bubble_start, bubble_end = _find_bubbles(thread[rows], ts, release, next_start)
-    bubble = covered_length(bubble_start, bubble_end, a.breakdown.idle)
+    idle_start, idle_end = _find_idle_after(thread[rows], ts, release, next_start)
+    idle_ns = covered_length(idle_start, idle_end, a.breakdown.idle)
     return pl.DataFrame(
         {
             "host": rows,
@@ -112,9 +112,9 @@ def find_syncs(a: Analysis) -> pl.DataFrame:
             "call": cpu["name"].gather(rows).cast(pl.String),
             "kind": pl.Series([KINDS[k] for k in kind.tolist()], dtype=pl.Enum(KINDS)),
             "waited": covered_length(ts, end, a.breakdown.busy),
-            "bubble": bubble,
-            "bubble_ts": pl.Series(bubble_start).set(pl.Series(bubble == 0), None),
-            "bubble_end": pl.Series(bubble_end).set(pl.Series(bubble == 0), None),
+            "idle_ns": idle_ns,
+            "idle_ts": pl.Series(idle_start).set(pl.Series(idle_ns == 0), None),
+            "idle_end": pl.Series(idle_end).set(pl.Series(idle_ns == 0), None),
             "op": nullable_rows(op),
             "cause": _name_causes(trace, rows, kind, op),
             "copy": nullable_rows(copy),
@@ -338,7 +338,7 @@ def recorded_waits(trace: Trace, rows: NDArray[np.int64]) -> pl.DataFrame:
     return joined.filter(pl.col("on").is_not_null()).sort("at")
 
 
-def _find_bubbles(
+def _find_idle_after(
     thread: NDArray[np.int32], ts: Ints, released: Ints, following: Ints
 ) -> tuple[Ints, Ints]:
     """Return intervals from each release to the thread's next work or next release, ns. They are

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_jobs                       # 200 jobs with a fault, 100 without
     python -m benchmarks.bench_jobs --write docs/ranks-accuracy.md
     python -m benchmarks.bench_jobs --ranks 512 --job out.json    # one job's ranks
-    python -m benchmarks.bench_jobs --calibrate                   # the table of past predictions
+    python -m benchmarks.bench_jobs --calibrate                   # the shipped ledger
 
 The figures that are written are of seeds from 1,000,000 on, on which nothing was developed.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from advisor.replay.predictions import (
+from advisor.replay.ledger import (
     JOB_COVERAGE,
     SHIPPED,
     Prediction,
@@ -30,11 +30,11 @@ from advisor.replay.predictions import (
     shipped_predictions,
 )
 from advisor.replay.ranks.rank_comparison import compare_ranks
+from benchmarks.shipped_ledger import replace
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, FaultTruth
 from benchmarks.simulation.programs import MIN_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
 from benchmarks.simulation.summaries import summarize_all
-from benchmarks.table_of_predictions import replace
 
 CALIBRATED = 2_000
 """First seed of the jobs that bands come from; below 10,000 too."""
@@ -130,7 +130,7 @@ def table(results: list[Case], ranks: int) -> str:
 
 
 def predictions(results: list[Case], ranks: int) -> list[Prediction]:
-    """Lines of the table of past predictions, ns: of each fault that was found."""
+    """Lines of the shipped ledger, ns: of each fault that was found."""
     return [
         Prediction(
             source="job",
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=(*FAULTS, HEALTHY))
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--calibrate", action="store_true", help="write predictions.jsonl")
+    parser.add_argument("--calibrate", action="store_true", help="write shipped_ledger.jsonl")
     parser.add_argument("--job", type=Path, help="write the ranks of one job as JSON instead")
     parser.add_argument("--files", type=Path, help="write the Kineto files of one job instead")
     parser.add_argument("--verbose", action="store_true", help="a line a job that is not right")

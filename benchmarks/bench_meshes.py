@@ -1,7 +1,7 @@
 """The step on another device mesh, predicted from one recorded rank and compared with that mesh.
 
     python -m benchmarks.bench_meshes                                # 100 simulated models
-    python -m benchmarks.bench_meshes --calibrate                    # the table of past predictions
+    python -m benchmarks.bench_meshes --calibrate                    # the shipped ledger
     python -m benchmarks.bench_meshes --write docs/ranks-accuracy.md
 
 The figures that are written are of seeds from 1,000,000 on, on which nothing was developed. The
@@ -23,9 +23,9 @@ from typing import NamedTuple
 from advisor.measure import Analysis
 from advisor.measure.comm.links import NodeLinks
 from advisor.read import read_trace
-from advisor.replay.predictions import SHIPPED, Prediction
+from advisor.replay.ledger import SHIPPED, Prediction
 from advisor.replay.project.mesh import Mesh, MeshProjector, MeshResult, parse_mesh
-from benchmarks import table_of_predictions
+from benchmarks import shipped_ledger
 from benchmarks.simulation.engine import SimulatedRun
 from benchmarks.simulation.jobs import RANKS_PER_HOST, Kernel
 from benchmarks.simulation.kineto import trace
@@ -235,7 +235,7 @@ def page(simulated: list[Case], tables: list[Case]) -> str:
 
 
 def predictions(simulated: list[Case], tables: list[Case]) -> list[Prediction]:
-    """Lines of the table of past predictions: ns; of published tables the step there over here."""
+    """Lines of the shipped ledger: ns; of published tables the step there over here."""
     of_jobs = [
         Prediction(
             source="mesh", program=case.name.split(",")[0], kind="simulated",
@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--seed", type=int, default=REPORTED)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--calibrate", action="store_true", help="write predictions.jsonl")
+    parser.add_argument("--calibrate", action="store_true", help="write shipped_ledger.jsonl")
     parser.add_argument("--write", type=Path, help="between the marks of that page")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
@@ -276,7 +276,7 @@ def main() -> None:
             if not case.inside:
                 print(case)
     if arguments.calibrate:
-        table_of_predictions.replace(SHIPPED, "mesh", predictions(simulated, tables))
+        shipped_ledger.replace(SHIPPED, "mesh", predictions(simulated, tables))
         return
     text = page(simulated, tables)
     print(text)

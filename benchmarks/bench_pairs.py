@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from public_traces import CORPUS
-from table_of_predictions import replace
+from shipped_ledger import replace
 
-from advisor.replay import predictions
-from advisor.replay.predictions import (
+from advisor.replay import ledger
+from advisor.replay.ledger import (
     MIN_ERRORS,
     SHIPPED,
     Prediction,
@@ -206,7 +206,7 @@ class Pair:
     """Lines of the edit language, or ``Edit`` as keywords, where factors have a band."""
     truth: Callable[[Path, Path], MeasuredChange]
     kind: str
-    """Kind of the change, as far as its errors go: see ``advisor/replay/predictions.py``."""
+    """Kind of the change, as far as its errors go: see ``advisor/replay/ledger.py``."""
     group: str = ""
     """The program, where other pairs are of it too: its outcomes are left out together."""
     rule: str = ""
@@ -220,7 +220,7 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """Name of the pair in the documentation and in the table of past predictions."""
+        """Name of the pair in the documentation and in the shipped ledger."""
         return f"{self.name}: {self.change}" if self.whole_step else self.name
 
 
@@ -471,9 +471,9 @@ def measured_here(known: Prediction) -> Outcome:
     kind = known.kind or KIND_OF_RULE[known.rule]
     with without_program(known.program):
         factor = math.exp(error_of([kind], shipped_experiments()))
-        band = predictions.GainInterval(known.predicted / factor, known.predicted * factor)
+        band = ledger.GainInterval(known.predicted / factor, known.predicted * factor)
         if known.rule:
-            wide = predictions.widened_by_rule
+            wide = ledger.widened_by_rule
             band = wide(known.rule, known.device, known.predicted, band, float("inf")).interval
     low, high = known.measured_low or known.measured, known.measured_high or known.measured
     inside = low <= band.high and high >= band.low
@@ -517,7 +517,7 @@ def coverage(rows: Sequence[Row]) -> str:
 
 
 def entry(r: Row, traces: Path) -> Prediction | None:
-    """A line of the table of past predictions, ms; ``None``: nothing was measured. Where the change
+    """A line of the shipped ledger, ms; ``None``: nothing was measured. Where the change
     is one finding's fix and no more, that finding's; where the step is the scale, the step's."""
     if r.truth.after is None:
         return None

@@ -5,7 +5,7 @@
 The measurements are in ``benchmarks/gpu_pairs.json``, with their sources; the projection is made
 from one GPU's time alone, by the same arithmetic as that of a trace, so an error in the one shows
 in the other. Layers are shown one by one, shapes of one operator by range. ``--ledger`` writes
-them into the table of past predictions, from which the bands of ``advisor project`` come.
+them into the shipped ledger, from which the bands of ``advisor project`` come.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
-from table_of_predictions import replace
+from shipped_ledger import replace
 
 from advisor.core.gpus import GpuSpec, known_gpus
-from advisor.replay.predictions import SHIPPED, Prediction
+from advisor.replay.ledger import SHIPPED, Prediction
 from advisor.replay.project.device_scaling import SHORTEST_NS, matmul_rate, memory_rate
 
 BEGIN, END = "<!-- crossings begin -->", "<!-- crossings end -->"

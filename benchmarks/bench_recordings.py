@@ -5,7 +5,7 @@ program.
 python -m benchmarks.bench_recordings [--calibrate]
 
 The errors show how wide the range of a CPU program's gain has to be. ``--calibrate`` writes their
-lines to ``advisor/replay/predictions.jsonl``.
+lines to ``advisor/replay/shipped_ledger.jsonl``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import msgspec
 
 from advisor.advise.engine import Options, analyze
-from advisor.replay.predictions import (
+from advisor.replay.ledger import (
     OF_COMPUTATION,
     SHIPPED,
     Prediction,
@@ -65,7 +65,7 @@ def predict_all() -> Iterator[Prediction]:
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--calibrate", action="store_true", help="write predictions.jsonl")
+    parser.add_argument("--calibrate", action="store_true", help="write shipped_ledger.jsonl")
     arguments = parser.parse_args()
     rows = list(predict_all())
     for row in rows:

@@ -19,9 +19,9 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from table_of_predictions import replace
+from shipped_ledger import replace
 
-from advisor.replay import predictions
+from advisor.replay import ledger
 from advisor.sample_workloads import Workload, catalogue
 from advisor.tune.report import FILE, Trial, TrialReport
 
@@ -121,14 +121,12 @@ def summary(reports_by_name: dict[str, TrialReport | str]) -> str:
     )
 
 
-def entries(
-    reports_by_name: dict[str, TrialReport | str], folder: Path
-) -> list[predictions.Prediction]:
+def entries(reports_by_name: dict[str, TrialReport | str], folder: Path) -> list[ledger.Prediction]:
     """Entries of the runs' own ledgers, as ours."""
     return [
         msgspec.structs.replace(row, source="workload", program=name)
         for name in reports_by_name
-        for row in predictions.read_predictions(folder / name / predictions.FILE).predictions
+        for row in ledger.read_ledger(folder / name / ledger.FILE).predictions
     ]
 
 
@@ -138,7 +136,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--budget", type=int, default=120, help="seconds a workload")
     parser.add_argument("--write", type=Path)
-    parser.add_argument("--ledger", type=Path, nargs="?", const=predictions.SHIPPED)
+    parser.add_argument("--ledger", type=Path, nargs="?", const=ledger.SHIPPED)
     args = parser.parse_args()
     import torch
 

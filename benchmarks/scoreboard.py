@@ -1,7 +1,7 @@
 """Right or wrong over the corpus: the first advice per file against what is known of the file.
 
     python benchmarks/scoreboard.py [--hta-python VENV/bin/python] [--write]
-    python benchmarks/scoreboard.py --ledger    # programs of h100/ into the table of predictions
+    python benchmarks/scoreboard.py --ledger    # programs of h100/ into the shipped ledger
 
 Reads ``tests/corpus/truth.toml`` and writes ``docs/scoreboard.md`` between its marks. With an
 interpreter that has HolisticTraceAnalysis, its busy share stands beside ours, for all traces that
@@ -28,7 +28,7 @@ from public_traces import CORPUS, REPO, find, path_of
 
 if TYPE_CHECKING:
     from advisor.core.report import Report
-    from advisor.replay.predictions import Prediction
+    from advisor.replay.ledger import Prediction
 
 PAGE = REPO / "docs" / "scoreboard.md"
 BEGIN, END = "<!-- scoreboard: begin -->", "<!-- scoreboard: end -->"
@@ -73,7 +73,7 @@ class Row(NamedTuple):
 def analyze(name: str) -> Report:
     """Build the report, with ranges that are not widened by the pairs they are compared with."""
     import advisor  # not where HTA runs
-    from advisor.replay.predictions import without_program
+    from advisor.replay.ledger import without_program
 
     with without_program(name):
         return advisor.analyze(file_of(name))
@@ -100,10 +100,10 @@ def row(name: str, truth: dict[str, Any], report: Report | None = None) -> Row:
 
 
 def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
-    """A line of the table of past predictions, ms: of the first finding that is accepted; ``None``:
+    """A line of the shipped ledger, ms: of the first finding that is accepted; ``None``:
     it was not found or not measured, is a lower bound, or so wide by its own assumptions that
     its point says nothing."""
-    from advisor.replay.predictions import Prediction, edit_kind
+    from advisor.replay.ledger import Prediction, edit_kind
 
     report = analyze(name)
     accepted = (
@@ -210,12 +210,12 @@ def main() -> None:
     parser.add_argument("--hta-python", help="interpreter that has HolisticTraceAnalysis")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     parser.add_argument("--hta", metavar="FILE", help=argparse.SUPPRESS)
-    parser.add_argument("--ledger", action="store_true", help="write the table of predictions")
+    parser.add_argument("--ledger", action="store_true", help="write the shipped ledger")
     args = parser.parse_args()
     if args.ledger:
-        from table_of_predictions import replace
+        from shipped_ledger import replace
 
-        from advisor.replay.predictions import SHIPPED
+        from advisor.replay.ledger import SHIPPED
 
         replace(SHIPPED, "program", [])  # their ranges do not depend on an earlier table
         truths = tomllib.loads(TRUTH.read_text()).items()

@@ -37,8 +37,8 @@ from advisor.replay.exposed_time import (
     selected_host_time,
 )
 from advisor.replay.host_nodes import ready_batch_ns
+from advisor.replay.ledger import GainInterval, widened_by_rule, worst_case
 from advisor.replay.operations import GRAPH_LAUNCH_NS
-from advisor.replay.predictions import GainInterval, widened_by_rule, worst_case
 from advisor.replay.window_replayer import GainRange
 
 MIN_GAIN_SHARE = 0.01

@@ -80,7 +80,7 @@ def _append_prediction(comparison: Comparison) -> None:
 
     from advisor.compare.compare import append_prediction
     from advisor.core.labels import clean
-    from advisor.replay.predictions import user_file
+    from advisor.replay.ledger import user_file
 
     file = user_file()
     if append_prediction(comparison, file, unix=int(time.time())):

@@ -12,7 +12,7 @@ from advisor.cli import output as out
 from advisor.core.text import count_noun
 
 if TYPE_CHECKING:
-    from advisor.replay.predictions import Prediction
+    from advisor.replay.ledger import Prediction
 
 
 def command(
@@ -26,13 +26,13 @@ def command(
     format_name: Annotated[Literal["terminal", "json"], typer.Option("--format")] = "terminal",
 ) -> None:
     """Compare past predictions with measurements."""
-    from advisor.replay import predictions
+    from advisor.replay import ledger
 
-    files = [path / predictions.FILE if path.is_dir() else path for path in paths or []]
-    rows: list[Prediction] = [] if files else list(predictions.shipped_trials())
+    files = [path / ledger.FILE if path.is_dir() else path for path in paths or []]
+    rows: list[Prediction] = [] if files else list(ledger.shipped_rule_predictions())
     skipped = 0
-    for file in files or [predictions.user_file()]:
-        result = predictions.read_predictions(file)
+    for file in files or [ledger.user_file()]:
+        result = ledger.read_ledger(file)
         rows += result.predictions
         skipped += result.skipped
     if format_name == "json":
@@ -44,29 +44,34 @@ def command(
 
 def _render(rows: list[Prediction], skipped: int, width: int, *, shipped: bool) -> str:
     from advisor.render.formats.terminal import Page
-    from advisor.replay import predictions
+    from advisor.replay import ledger
 
     page = Page(width, colour=False)
     if shipped:
-        own_count = len(rows) - len(predictions.shipped_trials())
-        yours = f"yours: {count_noun(own_count, 'trial')}" if own_count else "yours: none yet"
+        own_count = len(rows) - len(ledger.shipped_rule_predictions())
+        yours = f"yours: {count_noun(own_count, 'prediction')}" if own_count else "yours: none yet"
         page.wrap(
-            "A trial is a fix whose gain was predicted and then measured. Shipped with "
+            "The ledger has fixes whose gain was predicted and then measured. Shipped with "
             f"advisor: {len(rows) - own_count}; {yours} (`advisor try --remember train.py` adds "
             "them)."
         )
     if not rows:
         page.wrap(
-            "No trials yet: `advisor try --remember train.py` adds to your ledger, "
+            "No predictions yet: `advisor try --remember train.py` adds to your ledger, "
             "and each tried run has its own ledger."
         )
     for device in sorted({row.device for row in rows}):
         page.section(device or "no GPU")
-        records = predictions.records_by_rule(row for row in rows if row.device == device)
+        records = ledger.records_by_rule(row for row in rows if row.device == device)
         page.table(
-            ["rule", "trials", "in range", "measured / predicted"],
+            ["rule", "predictions", "in range", "measured / predicted"],
             [
-                [rule, str(item.trials), str(item.inside), f"{item.low:.2f} to {item.high:.2f}"]
+                [
+                    rule,
+                    str(item.predictions),
+                    str(item.inside),
+                    f"{item.low:.2f} to {item.high:.2f}",
+                ]
                 for rule, item in records.items()
             ],
         )

@@ -197,7 +197,7 @@ def _to_plain(
     projector: Projector, found: tuple[TargetGpu, ...], notes: list[str]
 ) -> dict[str, Any]:
     """Return the projections as plain data for JSON. Null if it cannot run or has no price."""
-    from advisor.replay.predictions import count_comparisons
+    from advisor.replay.ledger import count_comparisons
 
     return {
         "schema": 1, "source": projector.recorded_gpu.name,

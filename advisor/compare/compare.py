@@ -42,7 +42,7 @@ from advisor.core.run_directory import is_run
 from advisor.core.trace import Run
 from advisor.measure import Analysis
 from advisor.measure.inference.inference_steps import TRAINING_ROWS
-from advisor.replay import predictions
+from advisor.replay import ledger
 from advisor.replay.estimators import REPLAY
 
 MIN_SAME_OPERATORS_SHARE = 0.8
@@ -472,14 +472,14 @@ def append_prediction(comparison: Comparison, file: Path, *, unix: int) -> bool:
     key = (result.rule, result.predicted, result.measured)
     if any(
         (row.rule, row.predicted, row.measured) == key
-        for row in predictions.read_predictions(file).predictions
+        for row in ledger.read_ledger(file).predictions
     ):
         return False  # compared before
-    predictions.append_predictions(file, [result])
+    ledger.append_to_ledger(file, [result])
     return True
 
 
-def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Prediction | None:
+def prediction_of(comparison: Comparison, *, unix: int) -> ledger.Prediction | None:
     """Return the tested prediction of a single fix, or ``None`` if there is none."""
     fix = comparison.realised
     step = comparison.before.step_ns
@@ -493,7 +493,7 @@ def prediction_of(comparison: Comparison, *, unix: int) -> predictions.Predictio
     def share(ns: float | None, otherwise: float) -> float:
         return (otherwise if ns is None else ns) / step
 
-    return predictions.Prediction(
+    return ledger.Prediction(
         unix=unix,
         source="compare",
         rule=fix.rules[0],

@@ -23,7 +23,7 @@ from advisor.recorder.steps import MAX_EVENTS
 from advisor.recorder.tape import BACKWARD, DATA, FORWARD, MAX_PHASES, OPTIMIZER, Clock
 
 MIN_LOOP_STEPS = 3
-"""Minimum number of steps in a loop: a model called once or twice is only a trial."""
+"""Minimum number of steps in a loop: a model called once or twice is only tested."""
 _MAX_PARTS = 1024
 """Maximum number of forwards kept while it is unknown which step they belong to."""
 MIN_LOOP_FORWARDS = 64

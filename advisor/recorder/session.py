@@ -584,7 +584,7 @@ class RecordingSession(Listener):
 
     def _retry_inference(self, forwards: int) -> None:
         """Search for inference steps again after ``forwards`` forwards without a backward or
-        update, if the training before them was short: a trial, a warm-up or a validation."""
+        update, if the training before them was short: a test, a warm-up or a validation."""
         steps, windows = self.steps, self.windows
         passes = steps.event_counts["backwards"] + steps.event_counts["optimized"]
         if forwards < max(MIN_FORWARDS, _MIN_FORWARD_RATIO * passes):

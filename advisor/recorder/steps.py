@@ -449,7 +449,7 @@ class StepFinder:
         self.open = False
 
     def forget(self) -> None:
-        """Drop all state: the steps so far were a trial of the model, and the next step is the
+        """Drop all state: the steps so far were a test of the model, and the next step is the
         first one."""
         self.drop_step(self.clock.last)
         self.count = self.gap = self._micro = self._earlier_graphs = self.unused_graphs = 0

@@ -244,7 +244,7 @@ def saved_between(
 LOST_LOADING_SHARE = {"high": 0.0, "": 0.1, "low": 0.2}
 """Share of the computed loading that the step loses to workers on the same memory and caches, by
 assumption. Measured gains of workers were 80 to 100% of a replay without this loss
-(``predictions.jsonl``)."""
+(``shipped_ledger.jsonl``)."""
 
 
 def more_workers(edits: GraphEdits, weight: Array) -> None:

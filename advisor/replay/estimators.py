@@ -9,7 +9,7 @@ from advisor.core.finding import LAYER_TIMES, Edit, Finding, RangeCause
 from advisor.core.report_replay import Replay
 from advisor.measure import Analysis
 from advisor.replay.exposed_time import ExposedTime, host_work, leaves_host_work
-from advisor.replay.predictions import widened_by_kind
+from advisor.replay.ledger import widened_by_kind
 from advisor.replay.window_replayer import (
     MAX_COST,
     GainRange,

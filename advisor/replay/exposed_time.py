@@ -31,7 +31,7 @@ from advisor.measure.comm.gloo import time_on_host
 from advisor.measure.host.names import WORKERS, name_matches
 from advisor.measure.steps.named_intervals import select_instants
 from advisor.replay.graph_builder import host_end
-from advisor.replay.predictions import edit_kind, error_of, shipped_experiments
+from advisor.replay.ledger import edit_kind, error_of, shipped_experiments
 from advisor.replay.selection import (
     collectives_on_host,
     host_of_layer,

@@ -19,8 +19,8 @@ from advisor.replay.edited_graph import EditedGraph, GraphEdits
 from advisor.replay.exposed_time import ExposedTime
 from advisor.replay.graph import NEVER, EdgeKind, Graph
 from advisor.replay.graph_builder import build_graph
+from advisor.replay.ledger import widened_by_kind
 from advisor.replay.operations import collect
-from advisor.replay.predictions import widened_by_kind
 from advisor.replay.replay import ReplayedSteps, ReplayPlan, completion_times
 from advisor.replay.replay_quality import (
     EXPLAINED_NS,

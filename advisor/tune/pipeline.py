@@ -25,7 +25,7 @@ from advisor.core.files import scratch_folder
 from advisor.core.finding import Finding
 from advisor.lint.script import Script, find_keyword, parse
 from advisor.recorder.folder import new_run
-from advisor.replay import predictions
+from advisor.replay import ledger
 from advisor.tune.knob import Knob, KnobSetting, Machine, Value, find_knob
 from advisor.tune.report import FILE, Trial, TrialReport
 from advisor.tune.rounds import TrialLimits
@@ -115,9 +115,7 @@ def _fill_plan(report: TrialReport, run: Path, words: Sequence[str], request: Tr
                 trial.knob_setting.value
             )
             trial.diff = write_diff(script, callees, arguments) if callees else ""
-    records = predictions.records_by_rule(
-        predictions.read_predictions(predictions.user_file()).predictions
-    )
+    records = ledger.records_by_rule(ledger.read_ledger(ledger.user_file()).predictions)
     rules = dict.fromkeys(trial.rule for trial in report.trials if trial.rule)
     report.remembered = "; ".join(f"{rule}: {records[rule]}" for rule in rules if rule in records)
 
@@ -135,12 +133,12 @@ def save_trials(report: TrialReport, run: Path, *, remember: bool) -> None:
     except OSError as error:
         raise AdvisorError(f"{run}: cannot be written to ({error.strerror or error})") from None
     entries = list(filter(None, (_build_entry(report, trial) for trial in report.trials)))
-    predictions.append_predictions(run / predictions.FILE, entries)
+    ledger.append_to_ledger(run / ledger.FILE, entries)
     if remember:
-        predictions.append_predictions(predictions.user_file(), entries)
+        ledger.append_to_ledger(ledger.user_file(), entries)
 
 
-def _build_entry(report: TrialReport, trial: Trial) -> predictions.Prediction | None:
+def _build_entry(report: TrialReport, trial: Trial) -> ledger.Prediction | None:
     """Return the ledger's line of a trial, or ``None`` unless it was predicted and measured
     twice."""
     if (
@@ -155,7 +153,7 @@ def _build_entry(report: TrialReport, trial: Trial) -> predictions.Prediction | 
         or trial.outcome == "dropped"
     ):
         return None
-    return predictions.Prediction(
+    return ledger.Prediction(
         unix=int(time.time()),
         source="try",
         rule=trial.rule,

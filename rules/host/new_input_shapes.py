@@ -156,7 +156,11 @@ class NewInputShapes(Rule):
         touched = calls["step"].n_unique()
         usual = main["usual"]
         repeated = f", {t.format_duration(usual)} with one that came before" if usual else ""
-        timing = f" It times {main['trials']:.0f} algorithms each time." if main["trials"] else ""
+        timing = (
+            f" It times {main['algorithms']:.0f} algorithms each time."
+            if main["algorithms"]
+            else ""
+        )
         evidence = [
             amount_per_step(a, "host time of calls with new shapes", ns),
             self.compare_share(a, "host time of calls with new shapes", ns),
@@ -165,8 +169,8 @@ class NewInputShapes(Rule):
             Evidence("median call with a new shape", main["median"], "ns"),
             Evidence("median call with a repeated shape", usual, "ns"),
         ]
-        if main["trials"]:
-            evidence.append(Evidence("algorithms timed in a call", main["trials"], "count"))
+        if main["algorithms"]:
+            evidence.append(Evidence("algorithms timed in a call", main["algorithms"], "count"))
         if still_lost is not None:
             evidence.append(
                 Evidence(
@@ -189,17 +193,17 @@ class NewInputShapes(Rule):
     def _describe_calls(self, a: Analysis, name: str, calls: pl.DataFrame) -> dict[str, Any]:
         """Return the time and cause of one operator's calls, and the share that the fix leaves."""
         flag = None if a.run_steps is None else a.run_steps.flag("cudnn.benchmark")
-        trials, cause = float(np.median(calls["trials"].to_numpy())), OTHER
+        algorithms, cause = float(np.median(calls["timed_algorithms"].to_numpy())), OTHER
         if _ATTENTION in name:
             cause = ATTENTION
         elif _CONVOLUTION in name:
-            cause = SEARCH if trials or flag else OTHER if flag is False else UNKNOWN
+            cause = SEARCH if algorithms or flag else OTHER if flag is False else UNKNOWN
         ns, usual = int(calls["dur"].sum()), calls["usual"][0]
         repeated = min(1.0, len(calls) * (REPEATED_NS if usual is None else usual) / ns)
-        stays = 1 / (trials or self.algorithms_per_shape) if cause == SEARCH else 0.0
+        stays = 1 / (algorithms or self.algorithms_per_shape) if cause == SEARCH else 0.0
         return {
             "name": name, "ns": ns, "median": float(np.median(calls["dur"].to_numpy())),
-            "usual": usual, "trials": trials, "cause": cause, "repeated": repeated,
+            "usual": usual, "algorithms": algorithms, "cause": cause, "repeated": repeated,
             "left": min(1.0, repeated + stays),
         }  # fmt: skip
 
@@ -226,8 +230,8 @@ class NewInputShapes(Rule):
         """Return a search, growing attention and products, and traps whose shapes repeat."""
         return {
             "algorithms are timed": _build_convolutions(),
-            "a switch that the record knows": _build_convolutions(trials=0, benchmark=True),
-            "not known whether algorithms are timed": _build_convolutions(trials=0),
+            "a switch that the record knows": _build_convolutions(algorithms=0, benchmark=True),
+            "not known whether algorithms are timed": _build_convolutions(algorithms=0),
             "attention of growing length": _build_attention(),
             "attention of a run that ends with repeated lengths": _build_attention(late=12),
             "products": _build_attention(name="aten::addmm"),
@@ -251,14 +255,14 @@ def _build_edits(group: dict[str, Any], remaining_loss: float, *, advised: bool)
     if not advised:
         return [scale_edit(host, 1.0, group["repeated"], 1.0)]
     edits = [scale_edit(host, left, group["repeated"], 1 - remaining_loss * (1 - left))]
-    if group["trials"]:
-        part = 1 / group["trials"]
+    if group["algorithms"]:
+        part = 1 / group["algorithms"]
         work = Select(on="gpu", under=name, at="new_shape")
         edits.append(scale_edit(work, part, part, 1 - remaining_loss * (1 - part)))
     return edits
 
 
-def _build_convolutions(*, trials: int = 6, benchmark: bool | None = None) -> TraceBuilder:
+def _build_convolutions(*, algorithms: int = 6, benchmark: bool | None = None) -> TraceBuilder:
     """Build steps with pages of a different width each, through two convolutions."""
     b = TraceBuilder()
     for number in b.steps(5):
@@ -266,7 +270,7 @@ def _build_convolutions(*, trials: int = 6, benchmark: bool | None = None) -> Tr
         for channels in (64, 128):
             shapes = [[16, channels, 24, width], [128, channels, 3, 3]]
             with b.op("aten::cudnn_convolution", shapes, "c10::Half", host_us=9000):
-                for _ in range(trials):
+                for _ in range(algorithms):
                     b.launch("sm90_xmma_fprop_implicit_gemm", 60)
                     b.sync("cudaEventSynchronize")
                 b.launch("sm90_xmma_fprop_implicit_gemm", 60)

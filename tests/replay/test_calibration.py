@@ -7,7 +7,7 @@ import math
 import pytest
 
 from advisor.core.finding import Edit, Select
-from advisor.replay.predictions import (
+from advisor.replay.ledger import (
     COVERAGE,
     OF_THE_STEP,
     edit_kind,

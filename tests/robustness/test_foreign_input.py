@@ -16,7 +16,7 @@ import pytest
 from advisor import cli
 from advisor.core import files
 from advisor.export.csv_tables import CsvTable
-from advisor.replay import predictions
+from advisor.replay import ledger
 from advisor.testing import TraceBuilder
 
 RULE = """
@@ -113,9 +113,9 @@ def test_a_ratio_of_the_ledger_is_a_number(
         {"rule": "a\u202egnp.exe\u2066", "predicted": 0.2, "measured": 0.1, "low": 0.1, "high": 1},
     ]
     file = tmp_path / "ledger.jsonl"
-    text = "".join(json.dumps({"schema": predictions.SCHEMA, **line}) + "\n" for line in lines)
+    text = "".join(json.dumps({"schema": ledger.SCHEMA, **line}) + "\n" for line in lines)
     file.write_text(text + '{"schema": "advisor.ledger/1", "measured_high": 1e999}\n')
-    table = predictions.read_predictions(file)
+    table = ledger.read_ledger(file)
     assert ([row.ratio for row in table.predictions], table.skipped) == ([0.5], 3)
     for form in ("terminal", "json"):
         assert cli.run(["ledger", str(file), "--format", form]) == 0
@@ -124,15 +124,15 @@ def test_a_ratio_of_the_ledger_is_a_number(
     assert json.loads(output)[0]["rule"] == "a\u202egnp.exe\u2066"
 
 
-def test_ledger_counts_shipped_and_own_trials(
+def test_ledger_counts_shipped_and_own_predictions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.jsonl"
-    monkeypatch.setenv(predictions.VARIABLE, str(file))
-    shipped = len(predictions.shipped_trials())
-    for count, yours in ((0, "none yet"), (2, "2 trials")):
-        predictions.append_predictions(
-            file, [predictions.Prediction(rule="a", predicted=0.4, measured=0.3)] * count
+    monkeypatch.setenv(ledger.VARIABLE, str(file))
+    shipped = len(ledger.shipped_rule_predictions())
+    for count, yours in ((0, "none yet"), (2, "2 predictions")):
+        ledger.append_to_ledger(
+            file, [ledger.Prediction(rule="a", predicted=0.4, measured=0.3)] * count
         )
         assert cli.run(["ledger"]) == 0
         output = " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from advisor.replay.predictions import (
+from advisor.replay.ledger import (
     OTHERS,
     fault_kind,
     job_range,

@@ -17,7 +17,7 @@ from advisor.cli import run as cli
 from advisor.cli.try_ import parse_time
 from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
-from advisor.replay import predictions
+from advisor.replay import ledger
 from advisor.tune.knob import KnobSetting
 from advisor.tune.pipeline import save_trials
 from advisor.tune.report import (
@@ -90,10 +90,10 @@ def test_cure_wins_within_its_prediction_and_is_remembered(tmp_path: Path) -> No
     assert "+    for batch in DataLoader(Items(), batch_size=16, num_workers=" in best.diff
     assert report.repeats is True
     assert (tmp_path / "train.py").read_text() == SLOW
-    lines = predictions.read_predictions(tmp_path / "run" / predictions.FILE).predictions
+    lines = ledger.read_ledger(tmp_path / "run" / ledger.FILE).predictions
     measured = best.is_known and best.runs > 1 and best.predicted is not None
     assert {line.rule for line in lines} == ({"single-process-loader"} if measured else set())
-    assert predictions.read_predictions(tmp_path / "mine.jsonl").predictions == lines
+    assert ledger.read_ledger(tmp_path / "mine.jsonl").predictions == lines
     if lines:
         assert b"train" not in (tmp_path / "mine.jsonl").read_bytes()
     for width in (60, 80, 120):
@@ -135,14 +135,14 @@ def test_predictions_and_measurements_are_remembered(
     ]
     report = TrialReport(version="1", program=program, trials=trials)
     save_trials(report, tmp_path, remember=True)
-    lines = predictions.read_predictions(tmp_path / predictions.FILE).predictions
+    lines = ledger.read_ledger(tmp_path / ledger.FILE).predictions
     assert [(line.rule, line.predicted, line.measured) for line in lines] == [
         ("single-process-loader", 0.5, 0.48)
     ]
-    assert predictions.read_predictions(tmp_path / "mine.jsonl").predictions == lines
+    assert ledger.read_ledger(tmp_path / "mine.jsonl").predictions == lines
     assert b"train.py" not in (tmp_path / "mine.jsonl").read_bytes()
     save_trials(report, tmp_path, remember=False)
-    assert len(predictions.read_predictions(tmp_path / "mine.jsonl").predictions) == 1
+    assert len(ledger.read_ledger(tmp_path / "mine.jsonl").predictions) == 1
 
 
 def test_interrupted_trial_keeps_known_results(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ NEW_SHAPES_SCHEMA: dict[str, Any] = {
     "dur": pl.Int64,  # ns
     "self_ns": pl.Int64,  # self time without CUDA_CALL_NS for each CUDA call inside, ns
     "usual": pl.Float64,  # median time of calls with repeated shapes, ns; null if there are none
-    "trials": pl.Int64,  # number of algorithms that are timed inside
+    "timed_algorithms": pl.Int64,  # number of algorithms that are timed inside
 }
 
 
@@ -66,8 +66,8 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
 
     An operator is slow if its self time, without CUDA_CALL_NS for each CUDA call, is at least
     MIN_SELF_NS, and _MIN_TIMES_LONGER times the time of calls with repeated shapes and types. If
-    the trace has no repeated calls, PREPARED names the operators. Trials are waits for an event
-    inside, as in a search of algorithms. Without recorded shapes, a device or enough steps the
+    the trace has no repeated calls, PREPARED names the operators. Timed algorithms are counted
+    by the waits for an event inside. Without recorded shapes, a device or enough steps the
     table is empty."""
     cpu = a.trace.cpu
     empty = pl.DataFrame(schema=NEW_SHAPES_SCHEMA)
@@ -105,7 +105,7 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     calls = calls.filter(
         ~pl.col("again") & is_slow & (is_slower | (~is_repeated & pl.Series(is_prepared)))
     )
-    calls = _count_trials(a, calls)
+    calls = _count_timed_algorithms(a, calls)
     calls = calls.with_columns(step=step_of_call(a.steps, calls["ts"].to_numpy())).filter(
         pl.col("step").is_not_null()
     )
@@ -117,8 +117,8 @@ def new_shape_calls(a: Analysis) -> pl.DataFrame:
     )
 
 
-def _count_trials(a: Analysis, calls: pl.DataFrame) -> pl.DataFrame:
-    """Count the trial runs in each call. Drop calls without trials if the device works
+def _count_timed_algorithms(a: Analysis, calls: pl.DataFrame) -> pl.DataFrame:
+    """Count the algorithms that each call times. Drop calls that time none if the device works
     meanwhile."""
     cpu = a.trace.cpu
     parent = cpu["parent"].filter(name_matches(cpu["name"], _EVENT_WAIT)).drop_nulls().to_numpy()
@@ -126,7 +126,9 @@ def _count_trials(a: Analysis, calls: pl.DataFrame) -> pl.DataFrame:
     ts, dur = calls["ts"].to_numpy(), calls["dur"].to_numpy()
     idle = covered_length(ts, ts + dur, busy_in_recording(a)) <= MAX_BUSY * dur
     count = np.where(count > 1, count, 0)
-    return calls.with_columns(trials=pl.Series(count)).filter(pl.Series(idle | (count > 1)))
+    return calls.with_columns(timed_algorithms=pl.Series(count)).filter(
+        pl.Series(idle | (count > 1))
+    )
 
 
 def new_shape_spans(a: Analysis) -> Intervals:

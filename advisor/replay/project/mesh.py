@@ -29,7 +29,7 @@ from advisor.measure.comm.messages import bus_factor
 from advisor.measure.device.families import MATRIX
 from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
-from advisor.replay.predictions import mesh_error
+from advisor.replay.ledger import mesh_error
 from advisor.replay.project.device_scaling import shortest_kernel
 from advisor.replay.project.project import find_recorded_gpu, scaled_step
 from advisor.replay.window_replayer import WindowReplayer

@@ -17,7 +17,7 @@ from advisor.core.intervals import Array
 from advisor.core.prices import HOUR_NS, Prices
 from advisor.measure import Analysis
 from advisor.replay.graph import NEVER, EdgeKind
-from advisor.replay.predictions import device_error, host_error
+from advisor.replay.ledger import device_error, host_error
 from advisor.replay.project.device_scaling import (
     KIND_CODE,
     KINDS,

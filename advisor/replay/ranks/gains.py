@@ -10,7 +10,7 @@ from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.comm.messages import kind_of
 from advisor.measure.ranks.align import group_medians
 from advisor.measure.ranks.outliers import Deviation, JobMeasurements
-from advisor.replay.predictions import OTHERS, fault_kind
+from advisor.replay.ledger import OTHERS, fault_kind
 from advisor.replay.ranks.ranks_replay import JobChange, JobGain, RanksReplay
 
 MIN_EXCESS_RATIO = 0.5

@@ -13,7 +13,7 @@ from advisor.core.intervals import Bools, Floats, Ints
 from advisor.measure.ranks.join import JoinedCollectives
 from advisor.measure.ranks.rank_work import RankProfile
 from advisor.measure.ranks.summary_schema import RankSummary
-from advisor.replay.predictions import OTHERS, job_range
+from advisor.replay.ledger import OTHERS, job_range
 
 MAX_CELLS = 400_000
 """Maximum number of collectives of all ranks in a replay: more ranks get fewer steps."""

@@ -19,7 +19,7 @@ from bench_project import WorkOnTwoGpus, measurements
 from advisor.core.gpus import find_gpu
 from advisor.measure import Analysis
 from advisor.read import open_run
-from advisor.replay.predictions import COVERAGE, device_error, host_error, shipped_predictions
+from advisor.replay.ledger import COVERAGE, device_error, host_error, shipped_predictions
 
 
 def test_a_pair_by_hand() -> None:

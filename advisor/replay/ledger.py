@@ -1,7 +1,7 @@
-"""Table of past predictions: the predicted and the measured gains of changes. Their errors show how
-wide an interval has to be.
+"""The ledger: the predicted and the measured gains of past changes. Their errors show how wide an
+interval has to be.
 
-``predictions.jsonl`` next to this file is ours, written by the benchmarks. A run keeps its own
+``shipped_ledger.jsonl`` next to this file is ours, written by the benchmarks. A run keeps its own
 lines in ``ledger.jsonl``, and the user's own file is written only with consent. The files
 have JSON lines, appended under a lock; lines of another schema and incomplete or damaged lines are
 skipped and counted. They contain no source code and no names of programs, files or hosts of the
@@ -30,7 +30,7 @@ from advisor.core.finding import Edit
 
 SCHEMA = "advisor.ledger/1"
 FILE = "ledger.jsonl"
-SHIPPED = Path(__file__).with_name("predictions.jsonl")
+SHIPPED = Path(__file__).with_name("shipped_ledger.jsonl")
 VARIABLE = "ADVISOR_LEDGER"
 """Environment variable with the user's file, by default ``~/.local/share/advisor/ledger.jsonl``."""
 MAX_BYTES = 8 << 20
@@ -105,8 +105,8 @@ class Prediction(Struct, kw_only=True, omit_defaults=True):
         return self.measured_low <= self.high and self.measured_high >= self.low
 
 
-class PredictionTable(NamedTuple):
-    """Predictions read from a file."""
+class Ledger(NamedTuple):
+    """Predictions of a ledger's file."""
 
     predictions: list[Prediction]
     skipped: int
@@ -116,17 +116,17 @@ class PredictionTable(NamedTuple):
 class RuleTrackRecord(NamedTuple):
     """Past accuracy of one rule's predictions."""
 
-    trials: int
+    predictions: int
     inside: int
     low: float
     high: float
     """Largest ratio of measured to predicted gain; ``low`` is the smallest."""
 
     def __str__(self) -> str:
-        cases = "case" if self.trials == 1 else "cases"
+        cases = "case" if self.predictions == 1 else "cases"
         low, high = f"{self.low:.0%}", f"{self.high:.0%}"
         share = high if low == high else f"{low[:-1]}–{high}"
-        return f"in {self.trials} measured {cases} the real gain was {share} of the estimate"
+        return f"in {self.predictions} measured {cases} the real gain was {share} of the estimate"
 
 
 # -- files --------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def user_file() -> Path:
     return Path(base) / "advisor" / FILE
 
 
-def append_predictions(path: Path, predictions: Iterable[Prediction]) -> None:
+def append_to_ledger(path: Path, predictions: Iterable[Prediction]) -> None:
     """Append lines, all or none of them, under a lock. Raises AdvisorError if it cannot."""
     lines = b"".join(msgspec.json.encode(row) + b"\n" for row in predictions)
     if not lines:
@@ -173,18 +173,18 @@ def _lock(descriptor: int) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def read_predictions(path: Path) -> PredictionTable:
+def read_ledger(path: Path) -> Ledger:
     """Read a file; empty if it does not exist. Raises AdvisorError if it cannot be read."""
     if not path.is_file():
-        return PredictionTable([], 0)
+        return Ledger([], 0)
     try:
         data = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
-    return decode_predictions(data)
+    return decode_ledger(data)
 
 
-def decode_predictions(data: bytes) -> PredictionTable:
+def decode_ledger(data: bytes) -> Ledger:
     """Decode the lines of a file, and count lines that cannot be read."""
     rows, skipped = [], 0
     for line in data.splitlines():
@@ -203,7 +203,7 @@ def decode_predictions(data: bytes) -> PredictionTable:
             skipped += 1
             continue
         rows.append(row)
-    return PredictionTable(rows, skipped)
+    return Ledger(rows, skipped)
 
 
 # -- what is known ------------------------------------------------------------------------------
@@ -227,17 +227,19 @@ def without_program(program: str) -> Iterator[None]:
 @cache
 def shipped_predictions() -> tuple[Prediction, ...]:
     """Return our predictions, as the benchmarks wrote them."""
-    return tuple(decode_predictions(SHIPPED.read_bytes()).predictions)
+    return tuple(decode_ledger(SHIPPED.read_bytes()).predictions)
 
 
-def shipped_trials() -> tuple[Prediction, ...]:
+def shipped_rule_predictions() -> tuple[Prediction, ...]:
     """Return our predictions in which a rule's fix was tried."""
     return tuple(row for row in shipped_predictions() if row.rule)
 
 
-def all_trials() -> tuple[Prediction, ...]:
-    """Return all trials of rules' fixes: ours and the user's."""
-    return tuple(row for row in (*shipped_trials(), *_read_user_trials()) if _is_kept(row))
+def rule_predictions() -> tuple[Prediction, ...]:
+    """Return all predictions of rules' fixes: ours and the user's."""
+    return tuple(
+        row for row in (*shipped_rule_predictions(), *_read_user_predictions()) if _is_kept(row)
+    )
 
 
 def shipped_experiments() -> tuple[Prediction, ...]:
@@ -260,7 +262,7 @@ def _is_kept(row: Prediction) -> bool:
     return not excluded_program.get() or excluded_program.get() not in (row.program, row.group)
 
 
-def _read_user_trials() -> tuple[Prediction, ...]:
+def _read_user_predictions() -> tuple[Prediction, ...]:
     path = user_file()
     try:
         state = path.stat()
@@ -272,7 +274,7 @@ def _read_user_trials() -> tuple[Prediction, ...]:
 @cache
 def _read_once(path: Path, _changed: int, _size: int) -> tuple[Prediction, ...]:
     try:
-        return tuple(read_predictions(path).predictions)
+        return tuple(read_ledger(path).predictions)
     except AdvisorError:  # too large or unreadable: treated as absent
         return ()
 
@@ -404,7 +406,7 @@ def widened_by_rule(
     """Return a range, ns per step, widened by past errors of this rule's fixes: on the same
     hardware if there are enough, else on any. It never becomes narrower, and ends at ``limit_ns``,
     the maximum that the fix can save."""
-    of_rule = [row for row in all_trials() if row.rule == rule and row.predicted > 0]
+    of_rule = [row for row in rule_predictions() if row.rule == rule and row.predicted > 0]
     on_device = [row for row in of_rule if row.device == device]
     used = on_device if len(on_device) >= MIN_ERRORS else of_rule
     if len(used) < MIN_ERRORS:

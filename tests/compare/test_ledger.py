@@ -11,7 +11,7 @@ from advisor import cli
 from advisor.advise.engine import Options
 from advisor.compare import compare
 from advisor.compare.compare import append_prediction, prediction_of
-from advisor.replay import predictions
+from advisor.replay import ledger
 from advisor.testing import TraceBuilder
 
 Record = Callable[..., Path]
@@ -40,8 +40,8 @@ def runs(write_recording: Record) -> tuple[Path, Path]:
     )
 
 
-def lines(run: Path) -> list[predictions.Prediction]:
-    return predictions.read_predictions(run / predictions.FILE).predictions
+def lines(run: Path) -> list[ledger.Prediction]:
+    return ledger.read_ledger(run / ledger.FILE).predictions
 
 
 def test_fix_with_estimate_is_recorded_in_the_later_run(
@@ -49,7 +49,7 @@ def test_fix_with_estimate_is_recorded_in_the_later_run(
 ) -> None:
     before, after = runs
     c = compare(before, after, Options(config={}))
-    assert append_prediction(c, after / predictions.FILE, unix=7)
+    assert append_prediction(c, after / ledger.FILE, unix=7)
     (line,) = lines(after)
     assert lines(before) == []
     assert (line.unix, line.source, line.rule) == (7, "compare", "single-process-loader")
@@ -61,14 +61,14 @@ def test_fix_with_estimate_is_recorded_in_the_later_run(
     assert line.predicted == pytest.approx((10 - 1 - 1.5) / 11, abs=0.02)
     assert line.inside is (line.low <= line.measured <= line.high)
     assert line.device == "NVIDIA A100-SXM4-80GB"
-    assert not append_prediction(c, after / predictions.FILE, unix=8), "it was compared before"
+    assert not append_prediction(c, after / ledger.FILE, unix=8), "it was compared before"
     assert len(lines(after)) == 1
 
 
 def test_the_ledger_names_no_program_file_or_host(runs: tuple[Path, Path]) -> None:
     before, after = runs
-    append_prediction(compare(before, after, Options(config={})), after / predictions.FILE, unix=1)
-    text = (after / predictions.FILE).read_text()
+    append_prediction(compare(before, after, Options(config={})), after / ledger.FILE, unix=1)
+    text = (after / ledger.FILE).read_text()
     assert not any(word in text for word in (str(before.parent), "before", "gemm", "sgemm"))
 
 
@@ -100,10 +100,10 @@ def test_two_simultaneous_fixes_give_no_prediction(runs: tuple[Path, Path]) -> N
 def test_command_line_appends_predictions_only_on_request(
     runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ledger = tmp_path / "own.jsonl"
-    monkeypatch.setenv(predictions.VARIABLE, str(ledger))
+    file = tmp_path / "own.jsonl"
+    monkeypatch.setenv(ledger.VARIABLE, str(file))
     before, after = map(str, runs)
     assert cli.run(["compare", before, after]) == 0
-    assert not ledger.exists() and not lines(runs[1])
+    assert not file.exists() and not lines(runs[1])
     assert cli.run(["compare", before, after, "--remember"]) == 0
-    assert len(predictions.read_predictions(ledger).predictions) == 1 and not lines(runs[1])
+    assert len(ledger.read_ledger(file).predictions) == 1 and not lines(runs[1])

@@ -87,7 +87,7 @@ def counted_steps(report: Report) -> int:
     return 1 if report.per == "recording" else max(1, report.scope.steps_used)
 
 
-def host_time(report: Report, finding: Finding) -> float | None:
+def host_operator_time(report: Report, finding: Finding) -> float | None:
     """Return the time per step, ns, that a finding shows, if it is time of the host's operators, of
     which a place is a part. ``None`` if a device works: its time is not that of operators."""
     shown = finding.shown_time

@@ -163,7 +163,7 @@ def _get_change(row: Amount) -> float:
     return (row.after or 0) - (row.before or 0)
 
 
-def memory_verdict(c: Comparison) -> str:
+def memory_change_verdict(c: Comparison) -> str:
     """Say what changed at the memory peak, and why; empty if there are no snapshots."""
     rows = [row for row in c.amounts if row.group == MEMORY_GROUP]
     if not rows:
@@ -331,7 +331,7 @@ def _list_quantities(
     ]
 
 
-def counters_verdict(before: Report, after: Report) -> str:
+def counters_change_verdict(before: Report, after: Report) -> str:
     """Say how the kernel whose time changed most changed, and what explains it."""
     pairs = [
         (abs(y.duration_ns - x.duration_ns), x.duration_ns, y.duration_ns, x, y)

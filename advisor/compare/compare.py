@@ -9,7 +9,7 @@ from typing import Final
 import advisor
 from advisor.advise.engine import AnalysisResult, Options, analyze_in_full
 from advisor.advise.program_wording import mark_steps_of
-from advisor.compare.amounts import compare_amounts, counters_verdict
+from advisor.compare.amounts import compare_amounts, counters_change_verdict
 from advisor.compare.comparison import (
     Change,
     Comparison,
@@ -22,7 +22,7 @@ from advisor.compare.comparison_text import (
     has_guessed_steps,
     is_of_whole_recordings,
     is_unjudged,
-    write_verdict,
+    write_comparison_verdict,
 )
 from advisor.compare.device_work import (
     can_match_by_shape,
@@ -94,7 +94,7 @@ def compare_reports(
     comparison.findings = [change for change, _ in changes]
     _name_unjudged(comparison)
     comparison.realised = RealisedGain(rules=[], reason="there is no trace to replay")
-    comparison.limits = list_limits(before, after, comparison)
+    comparison.limits = list_comparison_limits(before, after, comparison)
     if saved:
         saved_runs = "both runs" if len(saved) > 1 else f"the run {('before', 'after')[saved[0]]}"
         comparison.limits.insert(
@@ -102,7 +102,7 @@ def compare_reports(
             f"Only a saved report of {saved_runs} is available: device work and predicted gains "
             "are not compared, and findings of one side are not checked on the other.",
         )
-    comparison.verdict = write_verdict(comparison)
+    comparison.verdict = write_comparison_verdict(comparison)
     return comparison
 
 
@@ -127,14 +127,14 @@ def compare_examined(before: AnalysisResult, after: AnalysisResult) -> Compariso
     _name_unjudged(comparison)
     fixed = [old for change, old in changes if change.change == "fixed" and old is not None]
     comparison.realised = measure_realised_gain(fixed, before, comparison)
-    comparison.limits = list_limits(before.report, after.report, comparison)
+    comparison.limits = list_comparison_limits(before.report, after.report, comparison)
     if not can_match_by_shape(a, b) and (
         comparison.before.record_shapes or comparison.after.record_shapes
     ):
         comparison.limits.append("Only one side has shapes: work is matched by operator alone.")
-    comparison.verdict = write_verdict(comparison)
+    comparison.verdict = write_comparison_verdict(comparison)
     if before.report.scope.step_source == after.report.scope.step_source == "counters":
-        comparison.verdict = counters_verdict(before.report, after.report)
+        comparison.verdict = counters_change_verdict(before.report, after.report)
     return comparison
 
 
@@ -381,7 +381,7 @@ def _has_other_batch(c: Comparison) -> bool:
 # -- limits -------------------------------------------------------------------------------------
 
 
-def list_limits(before: Report, after: Report, c: Comparison) -> list[str]:
+def list_comparison_limits(before: Report, after: Report, c: Comparison) -> list[str]:
     """List the reasons why the two are hard to compare, one sentence each."""
     old, new = c.before, c.after
     result = []

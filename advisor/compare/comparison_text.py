@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from advisor.compare.amounts import memory_verdict, phase_verdict
+from advisor.compare.amounts import memory_change_verdict, phase_verdict
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import GUESSED_STEP_SOURCES
@@ -82,11 +82,11 @@ class ComparedFigure(NamedTuple):
         return not self.verdict and self.before is not None and self.after is not None
 
 
-def write_verdict(comparison: Comparison) -> str:
+def write_comparison_verdict(comparison: Comparison) -> str:
     """Write the verdict in one sentence, after a sentence for each run that crashed."""
     steps = comparison.steps
     snapshots = [side.step_source == "snapshot" for side in (comparison.before, comparison.after)]
-    text = memory_verdict(comparison) if all(snapshots) else phase_verdict(comparison)
+    text = memory_change_verdict(comparison) if all(snapshots) else phase_verdict(comparison)
     if text:
         pass
     elif comparison.other_programs:
@@ -98,7 +98,9 @@ def write_verdict(comparison: Comparison) -> str:
     else:
         pair = _format_pair(steps)
         if steps.verdict == "no difference":
-            text = f"No difference in step time can be shown: {pair} ({format_interval(steps)})"
+            text = (
+                f"No difference in step time can be shown: {pair} ({format_step_interval(steps)})"
+            )
         else:
             amount = t.format_share(abs(steps.share))
             change = f"{amount} {'less' if steps.share < 0 else 'more'} time"
@@ -216,7 +218,7 @@ def per_suffix(comparison: Comparison) -> str:
     return " per repetition" if has_guessed_steps(comparison) else " per step"
 
 
-def format_interval(steps: StepTimeChange) -> str:
+def format_step_interval(steps: StepTimeChange) -> str:
     """Format the difference's interval: ``−2.1% to +0.3% with 95% confidence``."""
     if steps.share_low is None or steps.share_high is None:
         return t.NOT_MEASURED
@@ -541,7 +543,7 @@ def write_headline(c: Comparison) -> str:
     pair = _format_pair(c.steps, " per step")
     title = HEADLINES[c.decision.answer]
     change = t.format_share_change(c.steps.share)
-    return f"{title}: {pair} ({change}, {format_interval(c.steps)})"
+    return f"{title}: {pair} ({change}, {format_step_interval(c.steps)})"
 
 
 def format_step_times(steps: StepTimeChange) -> list[str]:

@@ -40,7 +40,7 @@ def compare_kernels(
 ) -> tuple[list[ComparedWork], ComparedWork | None]:
     """Return device time per step by kernel name alone, as ``compare_work`` does."""
     sides = [
-        device_work(a)
+        measure_device_work(a)
         .group_by("kernel")
         .agg(pl.col("ns", "count").sum())
         .with_columns(
@@ -72,7 +72,7 @@ def can_match_by_shape(before: Analysis, after: Analysis) -> bool:
     return not before.trace.inputs.is_empty() and not after.trace.inputs.is_empty()
 
 
-def device_work(a: Analysis) -> pl.DataFrame:
+def measure_device_work(a: Analysis) -> pl.DataFrame:
     """Return device work of the used steps by operator, inputs and kernel: ``op`` (name),
     ``inputs`` (row of ``Trace.inputs``), ``kernel``, ``ns`` and ``count``, both per step. Only the
     part of an event inside the steps counts."""
@@ -102,7 +102,7 @@ def device_work(a: Analysis) -> pl.DataFrame:
 def operators(a: Analysis, *, shapes: bool) -> pl.DataFrame:
     """Return device work by operator and shape: ``op``, ``shape``, ``ns``, ``count``, ``kernels``
     (longest-running first) and ``kernel``, which identifies work without an operator."""
-    work = device_work(a)
+    work = measure_device_work(a)
     shape = pl.lit(None, pl.String)
     if shapes:
         work = work.with_columns(shape=a.trace.inputs["dims"].gather(work["inputs"].cast(pl.Int64)))

@@ -48,7 +48,7 @@ from advisor.measure.host.new_shapes import new_shape_calls, new_shape_spans
 from advisor.measure.host.operators import measure_operators
 from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weights_time
 from advisor.measure.host.repeated_passes import repeated_backwards, second_forwards
-from advisor.measure.host.stacks import forward_frames, forward_ops, locate_row, user_frames
+from advisor.measure.host.stacks import forward_frames, forward_ops, user_frames, user_line
 from advisor.measure.host.syncs import find_syncs
 from advisor.measure.host.unused_gradients import (
     dropped_gradients,
@@ -526,4 +526,4 @@ class Analysis:
     def location(self, host_row: int | None) -> tuple[str | None, int | None, str | None]:
         """Return (file, line, function) of the user's code around a host row, all None without
         stacks."""
-        return locate_row(self, host_row)
+        return user_line(self, host_row)

@@ -237,7 +237,7 @@ def _to_float(value: Any) -> float:
         return math.nan
 
 
-def int_column(values: list[Any]) -> NDArray[np.int64]:
+def decode_integers(values: list[Any]) -> NDArray[np.int64]:
     """Return an integer column, with MISSING for values that are not valid numbers."""
     try:
         return np.fromiter(values, np.int64, len(values))
@@ -257,10 +257,10 @@ def _to_int(value: Any) -> int:
 
 
 def _external_ids(args: list[EventArgs]) -> NDArray[np.int64]:
-    result = int_column([a.external for a in args])
+    result = decode_integers([a.external for a in args])
     unknown = result == -1
     if unknown.any():
-        result = np.where(unknown, int_column([a.external_old for a in args]), result)
+        result = np.where(unknown, decode_integers([a.external_old for a in args]), result)
     return result
 
 
@@ -299,9 +299,9 @@ def _host_columns(
         args = [e.args or NO_ARGS for e in events]
         columns["external"] = _external_ids(args)
         if kind == "runtime":
-            columns["correlation"] = int_column([a.correlation for a in args])
+            columns["correlation"] = decode_integers([a.correlation for a in args])
         else:
-            columns["sequence"] = int_column([a.sequence for a in args])
+            columns["sequence"] = decode_integers([a.sequence for a in args])
             columns["inputs"] = _input_codes(args, inputs)
             columns["comm"] = _comm_codes(args, comms)
     return columns
@@ -372,7 +372,7 @@ def _device_columns(kind: str, events: list[TraceEvent], names: _Codes, comms: _
         "stream": _fill_missing(
             float_column([a.stream for a in args]), lambda: [e.tid for e in events]
         ),
-        "correlation": int_column([a.correlation for a in args]),
+        "correlation": decode_integers([a.correlation for a in args]),
         "external": _external_ids(args),
         "graph": float_column([a.graph for a in args]),
         "limits": np.full(count, -1, dtype=np.int32),
@@ -459,7 +459,7 @@ def _sync_columns(events: list[TraceEvent], names: _Codes) -> Columns:
         "name": names.encode([e.name for e in events]),
         "device": float_column([a.device for a in args]),
         "stream": float_column([a.stream for a in args]),
-        "correlation": int_column([a.correlation for a in args]),
+        "correlation": decode_integers([a.correlation for a in args]),
         "wait_stream": float_column([a.wait_stream for a in args]),
         "wait_correlation": float_column([a.wait_correlation for a in args]),
     }
@@ -470,10 +470,10 @@ def _memory_columns(events: list[TraceEvent], threads: _Codes) -> Columns:
     return {
         "ts": float_column([e.ts for e in events]),
         "thread": _thread_codes(events, threads),
-        "bytes": int_column([a.alloc_bytes for a in args]),
-        "address": int_column([a.address for a in args]),
-        "allocated": int_column([a.allocated for a in args]),
-        "reserved": int_column([a.reserved for a in args]),
+        "bytes": decode_integers([a.alloc_bytes for a in args]),
+        "address": decode_integers([a.address for a in args]),
+        "allocated": decode_integers([a.allocated for a in args]),
+        "reserved": decode_integers([a.reserved for a in args]),
         "device_type": float_column([a.device_type for a in args]),
         "device_id": float_column([a.device_id for a in args]),
     }

@@ -174,7 +174,7 @@ class PhaseEventTimer:
                     return
             except RuntimeError:  # the device failed: the training thread gets the error too
                 return
-            reading.times = phase_times(reading.marks, reading.phases)
+            reading.times = sum_phase_times(reading.marks, reading.phases)
             if reading.times is not None:
                 device_ns = sum(reading.times)
                 self.host_is_ahead |= abs(device_ns - reading.host_ns) > MAX_HOST_GAP * device_ns
@@ -221,7 +221,7 @@ class PhaseEventTimer:
     on_leave = on_enter  # the phase around the ended one continues
 
 
-def phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
+def sum_phase_times(marks: list[tuple[int, Any]], phases: int) -> list[int] | None:
     """Return the device time by phase number, ns, from each event to the next, or ``None`` if their
     devices or streams cannot be compared."""
     spent = [0] * phases

@@ -8,7 +8,7 @@ from math import inf
 from advisor.core.finding import LAYER_TIMES, Edit, Finding, RangeCause
 from advisor.core.report_replay import Replay
 from advisor.measure import Analysis
-from advisor.replay.exposed_time import ExposedTime, host_work, leaves_host_work
+from advisor.replay.exposed_time import ExposedTime, host_work_ns, leaves_host_work
 from advisor.replay.ledger import widened_by_kind
 from advisor.replay.window_replayer import (
     MAX_COST,
@@ -139,7 +139,7 @@ class BoundEstimator(GainEstimator):
         """Maximum gains of fixes of device work, ns per step: the step beyond the host's own work;
         and at best, without the maximum that the profiler may add to this work."""
         a = self._exposed.a
-        work = host_work(a)
+        work = host_work_ns(a)
         if work is None:
             return inf, inf
         added = event_cost(a) * launching_events(a)

@@ -194,7 +194,7 @@ LONG_LAUNCH_RATIO = 10
 """Ratio to the median launch call beyond which the rest of a call is a wait for a full queue."""
 
 
-def host_work(a: Analysis) -> float | None:
+def host_work_ns(a: Analysis) -> float | None:
     """Return the time that the thread of the steps works where it runs ahead of the device, ns in
     all steps, without the waits of launch calls for a full queue. ``None`` if it does not run
     ahead, so that any of its time may be a wait, or if its launches are not in the trace."""

@@ -143,7 +143,7 @@ class TrialReport(Struct, kw_only=True):
         return decode_json(text, cls, "report of trials", SCHEMA, MAX_BYTES)
 
 
-def write_headline(report: TrialReport) -> str:
+def write_trial_headline(report: TrialReport) -> str:
     """Summarise the trials in one sentence."""
     count = len(report.trials)
     if not count:
@@ -174,7 +174,7 @@ def write_headline(report: TrialReport) -> str:
             )
         return text
     names = t.list_names(map(str, joint.knob_settings))
-    interval = format_interval(joint.gain_low, joint.gain_high)
+    interval = format_gain_interval(joint.gain_low, joint.gain_high)
     return (
         f"{note}{names}: {t.format_duration(report.step_ns)} → {t.format_duration(joint.step_ns)} "
         f"per step ({t.format_share(joint.gain)} less; {interval} with 95% confidence)."
@@ -184,7 +184,7 @@ def write_headline(report: TrialReport) -> str:
 def _describe_winners(report: TrialReport) -> str:
     """Describe the gains of single trials, where no trial of all winners was finished."""
     best, *others = report.winners
-    saving = f"{format_interval(best.gain_low, best.gain_high)} less time"
+    saving = f"{format_gain_interval(best.gain_low, best.gain_high)} less time"
     if best.schedule:
         return (
             f"{best.name}: a sample takes {saving}. "
@@ -196,7 +196,7 @@ def _describe_winners(report: TrialReport) -> str:
     return f"{text} {t.count_noun(len(others), 'other gain')} below; not tried together."
 
 
-def format_interval(low: float | None, high: float | None) -> str:
+def format_gain_interval(low: float | None, high: float | None) -> str:
     """Format an interval of shares of the step."""
     if low is None or high is None:
         return t.NOT_MEASURED

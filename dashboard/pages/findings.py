@@ -228,7 +228,7 @@ def _place_list(view: PageView, report: Report, finding: Finding) -> Any:
                 place,
                 finding_text.counted_steps(report),
                 report.per,
-                finding_text.host_time(report, finding),
+                finding_text.host_operator_time(report, finding),
             )
         )
         href = timeline_href(view, finding, place)

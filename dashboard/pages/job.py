@@ -217,7 +217,7 @@ def _outlier_card(ranks: Ranks, entry: OpenedPath) -> Any:
                 ],
                 t.format_duration(outlier.waited_ns),
                 t.format_cell(share, t.format_share),
-                rank_charts.describe_gain(outlier) or t.EMPTY_CELL,
+                rank_charts.describe_rank_gain(outlier) or t.EMPTY_CELL,
                 rank_charts.format_significance(outlier.significance),
             ]
         )

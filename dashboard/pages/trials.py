@@ -16,8 +16,8 @@ from advisor.tune.report import (
     MAX_BYTES,
     TrialReport,
     describe_losses,
-    format_interval,
-    write_headline,
+    format_gain_interval,
+    write_trial_headline,
 )
 
 
@@ -46,10 +46,10 @@ def layout(**query: object) -> Any:
     saved = (
         t.NOT_MEASURED
         if together is None
-        else format_interval(together.gain_low, together.gain_high)
+        else format_gain_interval(together.gain_low, together.gain_high)
     )
     return ui.page(
-        ui.page_heading("Trials", labels.clean(write_headline(report))),
+        ui.page_heading("Trials", labels.clean(write_trial_headline(report))),
         ui.banner([describe_losses(report)] if report.repeats is False else []),
         ui.tiles(
             [

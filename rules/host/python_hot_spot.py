@@ -36,7 +36,7 @@ from advisor.rules.support.common import (
     scale_edit,
     stacks_option,
 )
-from advisor.rules.support.launch_gaps import library_of
+from advisor.rules.support.launch_gaps import package_of
 from advisor.rules.support.library_functions import LibraryUse, find_library_use
 from advisor.testing import Examples, TraceBuilder
 
@@ -269,7 +269,7 @@ class PythonHotSpot(Rule):
                 spot for spot, spot_kind in zip(spots, kinds, strict=True) if spot_kind == kind
             ]
             names = t.list_names(_distinct_names(of_kind))
-            packages = t.list_names(sorted({library_of(spot["name"]) for spot in of_kind}))
+            packages = t.list_names(sorted({package_of(spot["name"]) for spot in of_kind}))
             values = {"names": names, "library": packages, "workers": "{workers}"}
             fix.append(self.case(kind, **values)["fix"])
         ahead = [spot["name"] for spot in spots if spot["kind"] == AHEAD]
@@ -289,7 +289,7 @@ class PythonHotSpot(Rule):
         internal ones."""
         names = _distinct_names(spots)
         if all(spot["kind"] == LIBRARY for spot in spots) and _format_name(spots[0])[0] == "_":
-            return f"Python code of {library_of(spots[0]['name'])} leaves the GPU idle"
+            return f"Python code of {package_of(spots[0]['name'])} leaves the GPU idle"
         if len(names) == 1:
             return f"The function {names[0]} leaves the GPU idle"
         return f"The functions {t.list_names(names)} leave the GPU idle"

@@ -10,7 +10,7 @@ from advisor.measure.device.matmuls import parse_attention
 from advisor.measure.device.shapes import OpInputs
 from advisor.rules.support.below_rate import BelowRate, SlowCause
 from advisor.rules.support.citations import FLASH_2, FLASH_3, public_traces
-from advisor.rules.support.kernel_work import ATTAINED_SHARE, BEST_ATTAINED_SHARE, read_inputs
+from advisor.rules.support.kernel_work import ATTAINED_SHARE, BEST_ATTAINED_SHARE, inputs_if_known
 from advisor.testing import Examples, TraceBuilder
 
 HOPPER = (9, 0)
@@ -99,7 +99,7 @@ class SlowAttention(BelowRate):
         """Return slow operators with a known cause. A good 16-bit kernel is slow on short
         sequences, in the backward pass and with a causal mask, and nothing helps."""
         has_cause = [
-            bool(self._find_causes(a, row, read_inputs(a, row["inputs"])))
+            bool(self._find_causes(a, row, inputs_if_known(a, row["inputs"])))
             for row in slow.iter_rows(named=True)
         ]
         return slow.filter(pl.Series(has_cause, dtype=pl.Boolean))

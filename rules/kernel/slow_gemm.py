@@ -12,7 +12,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.rules.support import kernel_work
 from advisor.rules.support.below_rate import ON_ROCM, BelowRate, SlowCause
 from advisor.rules.support.citations import RATES, public_traces
-from advisor.rules.support.kernel_work import read_inputs
+from advisor.rules.support.kernel_work import inputs_if_known
 from advisor.testing import Examples, TraceBuilder
 
 TILE = 128
@@ -100,7 +100,8 @@ class SlowGemm(BelowRate):
     def _keep_suitable(self, a: Analysis, slow: pl.DataFrame) -> pl.DataFrame:
         """Return slow operators with a recorded shape whose rows are on 16-byte boundaries."""
         is_aligned = [
-            _is_aligned(row, read_inputs(a, row["inputs"])) for row in slow.iter_rows(named=True)
+            _is_aligned(row, inputs_if_known(a, row["inputs"]))
+            for row in slow.iter_rows(named=True)
         ]
         return slow.filter(pl.Series(is_aligned, dtype=pl.Boolean))
 

@@ -13,11 +13,11 @@ from advisor.core.text import format_share
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import OpInputs
 from advisor.measure.host.names import name_matches
-from advisor.measure.host.operators import operator_mask, shape_text, share_in
+from advisor.measure.host.operators import operator_mask, shape_text, shares_of_operators
 from advisor.rules.support import kernel_work
 from advisor.rules.support.citations import SAM_PAIR, TRIED_ON_TRACES
 from advisor.rules.support.common import amount_per_step
-from advisor.rules.support.kernel_work import is_unfused_attention, read_inputs
+from advisor.rules.support.kernel_work import inputs_if_known, is_unfused_attention
 
 MIN_UNFUSED_SHARE = 0.5
 """Minimum share of an operator's time in unfused attention at which only that rule reports it."""
@@ -91,7 +91,7 @@ class BelowRate(Rule):
             yield from self._report_unknown_rates(a)
             return
         worst = slow.sort("saved", descending=True).row(0, named=True)
-        causes = self._find_causes(a, worst, read_inputs(a, worst["inputs"]))
+        causes = self._find_causes(a, worst, inputs_if_known(a, worst["inputs"]))
         reasons = "; ".join(cause.text for cause in causes if cause.text)
         advice = self._advise([cause.case for cause in causes if cause.case])
         if not advice["fix"]:
@@ -214,7 +214,7 @@ def find_slow(
     if slow.is_empty():
         return slow
     # unfused attention is slow because it is unfused: once fused, these operators are gone
-    unfused_shares = share_in(a, is_unfused_attention(a))
+    unfused_shares = shares_of_operators(a, is_unfused_attention(a))
     return (
         slow.join(unfused_shares, on=["op", "inputs"], how="left", nulls_equal=True)
         .filter(pl.col("part").fill_null(0.0) < MIN_UNFUSED_SHARE)

@@ -52,12 +52,12 @@ TO_DEVICE_PINNED = (pl.col("direction") == "HtoD").fill_null(False) & (
 COPY_CALLS = (
     Select(on="host", call=("memcpy", "sync_stream"), under=r"^aten::(?:to|_to_copy|copy_)$"),
 )
-"""Candidate of :func:`make_async` that selects waits for copies of PyTorch."""
+"""Candidate of :func:`async_edit` that selects waits for copies of PyTorch."""
 PINNED_CALLS = (
     Select(on="host", call=("sync_stream",), under=r"^aten::(?:to|_to_copy|copy_)$"),
     Select(on="host", call=("memcpy_blocking",)),
 )
-"""Candidates of :func:`make_async` that select waits for copies from pinned memory."""
+"""Candidates of :func:`async_edit` that select waits for copies from pinned memory."""
 
 
 def select_blocking_calls(a: Analysis, condition: pl.Expr) -> BlockingCalls:
@@ -134,7 +134,7 @@ def _format_count(a: Analysis, count: int) -> str:
     return f"{t.format_number(count / a.step_count)}{per}" if per else t.count_noun(count, "time")
 
 
-def make_async(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:
+def async_edit(a: Analysis, blocking: BlockingCalls, *candidates: Select) -> Edit:
     """Make these calls asynchronous: with the first candidate that selects every costly one of them
     and no other costly call, else call by call. A common copy direction of all is selected too."""
     costly_syncs = a.syncs.filter((pl.col("idle_ns") > 0) & ~pl.col("profiler"))

@@ -509,7 +509,7 @@ def _list_sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, i
         columns[f"op {number}"] = cpu["name"].gather(op).cast(pl.String)
         columns[f"inputs {number}"] = cpu["inputs"].gather(op)
     for *calls, count in pl.DataFrame(columns).group_by(pl.all()).len().iter_rows():
-        inputs = [read_inputs(a, row) for row in calls[1::2]]
+        inputs = [inputs_if_known(a, row) for row in calls[1::2]]
         scores = inputs[1] and inputs[1].tensor(0)
         first, last = (
             None if (given := inputs[n]) is None else parse_product(calls[2 * n] or "", given)
@@ -528,7 +528,7 @@ def _list_sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, i
         yield _Size(prod(batch), queries, keys, width, value_width, size), count
 
 
-def read_inputs(a: Analysis, row: int | None) -> OpInputs | None:
+def inputs_if_known(a: Analysis, row: int | None) -> OpInputs | None:
     """Read the row of ``trace.inputs`` with this number, or return ``None`` without a number."""
     return None if row is None else inputs_at(a, row)
 

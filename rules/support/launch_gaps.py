@@ -281,7 +281,7 @@ def _find_owner(a: Analysis, host: int, cause: str, *, in_modules: bool) -> str:
     return OUTSIDE if in_modules and not in_model else owner or OWN
 
 
-def library_of(frame: str) -> str:
+def package_of(frame: str) -> str:
     """Return the package of a Python frame: ``diffusers``, or ``Python`` without a package."""
     file = re.sub(r"^.*(?:site|dist)-packages/", "", frame.partition("(")[0])
     return file.lstrip("/").split("/")[0] if "/" in file else "Python"
@@ -289,7 +289,7 @@ def library_of(frame: str) -> str:
 
 def _name_library_line(frame: str) -> str:
     file, _, line = frame.partition("(")
-    return f"{library_of(frame)} ({PurePath(file).name}:{line.partition(')')[0]})"
+    return f"{package_of(frame)} ({PurePath(file).name}:{line.partition(')')[0]})"
 
 
 def _describe_other_waits(owner: str, count: int) -> str:

@@ -36,9 +36,9 @@ from advisor.rules.support.host_waits import (
     PINNED_CALLS,
     TO_DEVICE_PINNED,
     BlockingCalls,
+    async_edit,
     count_causes,
     locate_blocking,
-    make_async,
     select_blocking_calls,
     with_operators,
 )
@@ -54,7 +54,7 @@ class BlockingRule(Rule):
     min_share = Threshold(0.01, "of the step: GPU idle after these calls", ENGINE_FLOOR)
 
     _sync_selects: ClassVar[tuple[Select, ...]] = ()
-    """Candidates for the edit, see :func:`make_async`."""
+    """Candidates for the edit, see :func:`async_edit`."""
 
     def _calls(self) -> pl.Expr:
         """Return the condition for rows of ``Analysis.syncs`` to count."""
@@ -64,7 +64,7 @@ class BlockingRule(Rule):
         return select_blocking_calls(a, self._calls())
 
     def _edits(self, a: Analysis, blocking: BlockingCalls) -> list[Edit]:
-        return [make_async(a, blocking, *self._sync_selects)]
+        return [async_edit(a, blocking, *self._sync_selects)]
 
     def _reason(self, a: Analysis, blocking: BlockingCalls) -> str:
         """Return the end of the summary: the calls after which the GPU idles, and why."""

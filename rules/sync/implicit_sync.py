@@ -40,9 +40,9 @@ from advisor.rules.support.common import (
 from advisor.rules.support.framework_advice import READ_SELDOM, in_any_language
 from advisor.rules.support.host_waits import (
     BlockingCalls,
+    async_edit,
     count_causes,
     locate_blocking,
-    make_async,
     make_calls_async,
     number_reads,
     select_blocking_calls,
@@ -246,7 +246,7 @@ class ImplicitSync(Rule):
             evidence.append(Evidence("GPU idle after calls in the optimizer", in_optimizer, "ns"))
         values = Select(on="host", kind=("runtime",), under=VALUE)
         copies = Select(on="host", call=("memcpy", "memcpy_blocking", "sync_stream"), under=COPY)
-        edits = [make_async(a, blocking, values, copies)]
+        edits = [async_edit(a, blocking, values, copies)]
         effect, case = "The host waits for the result and only then launches the next work.", ""
         if in_optimizer:
             case = "inside the optimizer"

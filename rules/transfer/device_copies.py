@@ -31,7 +31,7 @@ from advisor.rules.support.framework_advice import BATCHES_AHEAD, in_any_languag
 from advisor.rules.support.host_waits import (
     PINNED_CALLS,
     TO_DEVICE_PINNED,
-    make_async,
+    async_edit,
     select_blocking_calls,
 )
 from advisor.testing import Examples, TraceBuilder
@@ -324,7 +324,7 @@ class CopiesNotOverlapped(Rule):
             where=device_places(a, copies),
             edits=[
                 *(Edit(op="overlap", select=select) for select in _select_exposed_groups(copies)),
-                *([make_async(a, awaited, *PINNED_CALLS)] if awaited.total else []),
+                *([async_edit(a, awaited, *PINNED_CALLS)] if awaited.total else []),
             ],
         )
 

@@ -19,7 +19,7 @@ from advisor.rules.support.common import (
     scale_edit,
     sum_column,
 )
-from advisor.rules.support.host_waits import COPY_CALLS, make_async, select_blocking_calls
+from advisor.rules.support.host_waits import COPY_CALLS, async_edit, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
 MAX_RESERVED = 0.9
@@ -126,7 +126,7 @@ class OffloadedTensors(Rule):
                     Select(on="gpu", kind=("memcpy",), copy=("HtoD", "DtoH")),
                     *self._remaining_shares(hideable, fits=fits, is_pageable=is_pageable),
                 ),
-                *([make_async(a, blocking, *COPY_CALLS)] if blocking.total else []),
+                *([async_edit(a, blocking, *COPY_CALLS)] if blocking.total else []),
             ],
             **case,
         )

@@ -32,7 +32,7 @@ from advisor.rules.support.common import (
     sum_column,
 )
 from advisor.rules.support.framework_advice import BATCHES_AHEAD, in_any_language
-from advisor.rules.support.host_waits import COPY_CALLS, make_async, select_blocking_calls
+from advisor.rules.support.host_waits import COPY_CALLS, async_edit, select_blocking_calls
 from advisor.testing import Examples, TraceBuilder
 
 _HIDDEN = (
@@ -235,7 +235,7 @@ class PageableCopies(Rule):
                     max(0.0, factor - hideable),
                     max(factor, worst),
                 ),
-                *([make_async(a, blocking, *COPY_CALLS)] if blocking.total else []),
+                *([async_edit(a, blocking, *COPY_CALLS)] if blocking.total else []),
             ],
             **case,
             **(self.case("no DataLoader") if _has_no_loader(a) else {}),

@@ -18,7 +18,7 @@ from advisor.advise.engine import analyze
 from advisor.compare import Comparison, compare
 from advisor.compare.compare import MIN_MATCHED
 from advisor.compare.comparison import Bounds
-from advisor.compare.comparison_text import breakdown_lines, write_verdict
+from advisor.compare.comparison_text import breakdown_lines, write_comparison_verdict
 from advisor.compare.findings import RemainingFinding, compare_findings
 from advisor.compare.gate import decide
 from advisor.core.errors import AdvisorError
@@ -535,7 +535,7 @@ def test_recordings_without_steps_have_their_lengths_compared(
     shared_trace: Callable[[str], str],
 ) -> None:
     names = ("pairs/sam_1_fp32_many_syncs", "pairs/sam_2_fp32_few_syncs")
-    text = write_verdict(compare(*(shared_trace(name) for name in names)))
+    text = write_comparison_verdict(compare(*(shared_trace(name) for name in names)))
     assert "From the first GPU work to the last: 2.54 s → 1.38 s" in text
 
 

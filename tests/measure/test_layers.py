@@ -23,7 +23,7 @@ from advisor.measure.host.layers import (
     LayerTable,
     describe_nodes,
     equal_layers,
-    find_outliers,
+    find_unequal_layers,
     report_layers,
 )
 from advisor.measure.host.module_sources import MAX_DEPTH, op_path, split_modules
@@ -366,7 +366,7 @@ def test_equal_modules_share_one_line() -> None:
     assert [(g.label, g.depth, len(g.nodes)) for g in groups] == [
         ("Model_0", 0, 1), ("Block_0–4", 1, 5), ("Linear_0–4", 2, 5), ("Norm_0–4", 2, 5),
     ]  # fmt: skip
-    assert not find_outliers(layers_of(b), groups)
+    assert not find_unequal_layers(layers_of(b), groups)
 
 
 def test_slowest_equal_layer_is_named_with_its_cause() -> None:
@@ -376,7 +376,7 @@ def test_slowest_equal_layer_is_named_with_its_cause() -> None:
             for number in range(6):
                 call(number, 10, 190 if number == 3 else 100 + number)
     layers = layers_of(b)
-    (outlier,) = find_outliers(layers, equal_layers(layers))
+    (outlier,) = find_unequal_layers(layers, equal_layers(layers))
     assert layers.nodes["name"][outlier.node] == "Block_3"
     assert (outlier.ns, outlier.median, outlier.slowest_part) == (200 * US, 112 * US, "Linear")
 
@@ -388,7 +388,7 @@ def test_modules_that_differ_anyway_have_no_outlier(linear: list[float]) -> None
         for number, us in enumerate(linear):
             call(number, 10, us)
     layers = layers_of(b)
-    assert not find_outliers(layers, equal_layers(layers))
+    assert not find_unequal_layers(layers, equal_layers(layers))
 
 
 def test_one_slow_step_makes_no_module_an_outlier() -> None:
@@ -398,7 +398,7 @@ def test_one_slow_step_makes_no_module_an_outlier() -> None:
             for number in range(4):
                 call(number, 10, 900 if (step, number) == (1, 2) else 100)
     layers = layers_of(b)
-    assert not find_outliers(layers, equal_layers(layers))
+    assert not find_unequal_layers(layers, equal_layers(layers))
 
 
 def test_modules_are_described_by_kind_and_equal_parents() -> None:

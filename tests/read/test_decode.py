@@ -17,8 +17,8 @@ from advisor.read.event_columns import (
     NAME_LIMIT,
     RAW_LIMIT,
     Piece,
+    decode_integers,
     float_column,
-    int_column,
 )
 from advisor.read.formats.kineto import decode as pieces
 from advisor.read.formats.kineto.decode import decode_piece
@@ -430,7 +430,7 @@ def test_columns_of_numbers(values: list[Any]) -> None:
             assert parsed == float(value) or math.isnan(parsed) == math.isnan(float(value))
         except (TypeError, ValueError):
             assert math.isnan(parsed)
-    for value, parsed in zip(values, int_column(values).tolist(), strict=True):
+    for value, parsed in zip(values, decode_integers(values).tolist(), strict=True):
         if isinstance(value, int) and abs(value) < 1 << 60:
             assert parsed == value
         elif isinstance(value, float) and abs(value) < 2**60:

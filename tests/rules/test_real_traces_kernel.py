@@ -25,7 +25,7 @@ from advisor.core.report import Report
 from advisor.core.rule import Evidence
 from advisor.measure import Analysis
 from advisor.measure.device.shapes import Tensor
-from advisor.measure.host.operators import share_in
+from advisor.measure.host.operators import shares_of_operators
 from advisor.rules.kernel.misaligned_gemm import GemmLayout, MisalignedGemm
 from advisor.rules.support import kernel_work
 from tests.corpus_analyses import analyze_cached
@@ -230,7 +230,7 @@ def test_large_aligned_products_reach_attainable_rates(
         misaligned, undecided, _, _ = rule._judge(a, gemm)
         table = a.rooflines.filter((pl.col("family") == "gemm") & (pl.col("bound") == "compute"))
         table = table.filter(pl.col("tensor_core") & (pl.col("dtype") != "fp32"))
-        part = share_in(a, misaligned | undecided)
+        part = shares_of_operators(a, misaligned | undecided)
         table = table.join(part, on=["op", "inputs"], nulls_equal=True).filter(pl.col("part") < 0.1)
         ideal = table["dur"] * table["efficiency"]
         large = ideal >= 30_000 * table["calls"]

@@ -11,7 +11,7 @@ from advisor.core.errors import AdvisorError
 from advisor.render.formats import TRIALS
 from advisor.tune.knob import KnobSetting, Machine, TrialResult
 from advisor.tune.pipeline import plan_requested_trials
-from advisor.tune.report import TrialReport, write_headline
+from advisor.tune.report import TrialReport, write_trial_headline
 from advisor.tune.rounds import TrialLimits
 from advisor.tune.trial_process import RunningTrial, TrialProgram
 from advisor.tune.trials import TrialSession
@@ -72,7 +72,7 @@ def test_other_batch_sizes_are_compared_by_the_time_per_sample() -> None:
     assert "16 → 64 samples" in trial.schedule and "4 times later" in trial.schedule
     assert trial.losses == "not compared: another training"
     assert report.together is None, "it is another training, not a winner to add others to"
-    assert write_headline(report).startswith("batch=64: a sample takes ")
+    assert write_trial_headline(report).startswith("batch=64: a sample takes ")
     assert "another training" in TRIALS.render("terminal", report)
 
 

@@ -24,8 +24,8 @@ from advisor.tune.report import (
     CombinedTrial,
     Trial,
     TrialReport,
-    format_interval,
-    write_headline,
+    format_gain_interval,
+    write_trial_headline,
 )
 
 pytest.importorskip("torch")
@@ -228,12 +228,14 @@ def test_invalid_budget_is_one_line_error(text: str) -> None:
 def test_trial_without_a_winner_is_reported() -> None:
     trial = Trial(rule="r", knob_setting=KnobSetting("threads", 2), title="", safety="reordered",
                   outcome="no gain")  # fmt: skip
-    assert write_headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
+    assert write_trial_headline(TrialReport(trials=[trial])) == ("No gain is shown in 1 trial.")
     trial.outcome = "unclear"
-    headline = write_headline(TrialReport(trials=[trial, Trial(rule="r", knob_setting=KnobSetting(
-        "threads", 1), title="", safety="reordered")]))  # fmt: skip
+    other = Trial(rule="r", knob_setting=KnobSetting("threads", 1), title="", safety="reordered")
+    headline = write_trial_headline(TrialReport(trials=[trial, other]))
     assert "The runs of 1 differ too much to tell" in headline and "--budget" in headline
-    assert write_headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."
+    assert (
+        write_trial_headline(TrialReport(verdict="All is well.")) == "Nothing to try. All is well."
+    )
 
 
 def test_the_headline_of_an_interrupted_run_names_its_gains() -> None:
@@ -243,11 +245,11 @@ def test_the_headline_of_an_interrupted_run_names_its_gains() -> None:
         for workers, gain in ((1, 0.4), (2, 0.5))
     ]  # fmt: skip
     report = TrialReport(trials=trials[:1], interrupted=True)
-    assert write_headline(report) == (
+    assert write_trial_headline(report) == (
         "Interrupted; results so far. workers=1: a step takes 30 to 50% less time."
     )
     report.trials = trials
-    assert write_headline(report) == (
+    assert write_trial_headline(report) == (
         "Interrupted; results so far. workers=2: a step takes 40 to 60% less time. "
         "1 other gain below; not tried together."
     )
@@ -258,7 +260,7 @@ def test_the_headline_of_a_combination_has_savings_of_one_sign() -> None:
     report = TrialReport(trials=[trial], step_ns=200e6, together=CombinedTrial(
         knob_settings=[trial.knob_setting], step_ns=110e6, gain=0.45, gain_low=0.34,
         gain_high=0.55))  # fmt: skip
-    assert write_headline(report) == (
+    assert write_trial_headline(report) == (
         "workers=2: 200 ms → 110 ms per step (45% less; 34 to 55% with 95% confidence)."
     )
 
@@ -277,6 +279,6 @@ def test_a_budget_that_recording_used_up_is_named_and_its_trials_listed_once() -
 
 
 def test_intervals_have_a_minus_sign_and_an_end() -> None:
-    assert format_interval(-0.123, 0.48) == "−12 to 48%"
-    assert format_interval(-3.5, 0.48) == "−100% or less to 48%"
-    assert format_interval(-0.001, -0.2) == "0 to −20%"
+    assert format_gain_interval(-0.123, 0.48) == "−12 to 48%"
+    assert format_gain_interval(-3.5, 0.48) == "−100% or less to 48%"
+    assert format_gain_interval(-0.001, -0.2) == "0 to −20%"

@@ -193,13 +193,13 @@ def other_changes(report: Report) -> list[str]:
     known_gains = {(impact.gain_ns, impact.low_ns) for impact in impacts}
     changes = [] if report.ranks is None else report.ranks.what_if
     return [
-        f"{clean(item.text)}: saves {describe_gain(item, report.per)}"
+        f"{clean(item.text)}: saves {describe_rank_gain(item, report.per)}"
         for item in changes
         if (round(item.gain_ns), round(item.low_ns)) not in known_gains
     ]
 
 
-def describe_gain(item: RanksWhatIf | Outlier, per: Per = "step") -> str:
+def describe_rank_gain(item: RanksWhatIf | Outlier, per: Per = "step") -> str:
     """Describe a gain: ``5.1 ms per step (4.8 to 5.5 ms)``. Empty if it is not estimated."""
     if item.gain_ns is None:
         return ""

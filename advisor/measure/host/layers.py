@@ -414,7 +414,7 @@ class UnequalLayer:
     """Kind of the module inside it with most of the difference, or ``None``."""
 
 
-def find_outliers(layers: LayerTable, groups: list[EqualLayers]) -> list[UnequalLayer]:
+def find_unequal_layers(layers: LayerTable, groups: list[EqualLayers]) -> list[UnequalLayer]:
     """Find modules that contain others and take longer than equal modules, beyond their spread: the
     distance to the longest of the others is larger than their range. The median over the steps is
     compared. The longest come first."""
@@ -587,7 +587,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
                 usual_ns=outlier.median,
                 part=outlier.slowest_part,
             )
-            for outlier in find_outliers(layers, groups)[:_MAX_OUTLIERS]
+            for outlier in find_unequal_layers(layers, groups)[:_MAX_OUTLIERS]
         ],
     )
 

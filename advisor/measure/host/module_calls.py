@@ -157,8 +157,8 @@ def read_calls(a: Analysis) -> LoggedCalls | None:
     begun: list[int] = []
     places: list[CallPlace | None] = []
     paths: list[str] = []
-    positions: dict[tuple[Chain, int], int] = {}
-    open_calls: list[tuple[int, Chain, int]] = []
+    positions: dict[tuple[CallChain, int], int] = {}
+    open_calls: list[tuple[int, CallChain, int]] = []
     last = (0, np.iinfo(np.int64).max - origin, 0, -1, -1, -1)  # ends all calls
     for level, offset, duration, caller, forward, module in [*calls.tolist(), last]:
         while open_calls and (len(open_calls) > level or open_calls[-1][0] <= offset):
@@ -241,12 +241,12 @@ def _read_lines(names: list[tuple[int, str, int]], frames: list[Frame | None]) -
     return result
 
 
-Chain = tuple[tuple[int, int], ...]
+CallChain = tuple[tuple[int, int], ...]
 """Nested calls from the outermost inwards: positions of the frame of the line that calls, and of
 the definition of ``forward``, or -1."""
 
 
-def find_place(frames: list[str], chain: Chain) -> CallPlace | None:
+def find_place(frames: list[str], chain: CallChain) -> CallPlace | None:
     """Return the place of operators in the innermost call of a chain.
 
     It is the innermost frame of the user's own code, or else of an installed library."""

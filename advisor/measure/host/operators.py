@@ -140,7 +140,7 @@ def operator_mask(a: Analysis, operators: pl.DataFrame) -> NDArray[np.bool_]:
     return is_selected
 
 
-def share_in(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
+def shares_of_operators(a: Analysis, rows: NDArray[np.bool_]) -> pl.DataFrame:
     """Return the share of each operator's time in the selected rows of ``trace.gpu``: ``op``,
     ``inputs``, ``part`` (0 to 1)."""
     kernels = _list_kernels(a).with_columns(pl.col("op").cast(pl.String))

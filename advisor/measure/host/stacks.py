@@ -269,7 +269,7 @@ def frame_of(a: Analysis, rows: pl.Series) -> pl.Series:
     return nullable_rows(np.where(index >= 0, a.user_frame[np.maximum(index, 0)], -1))
 
 
-def locate_row(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:
+def user_line(a: Analysis, row: int | None) -> tuple[str | None, int | None, str | None]:
     """Compute ``Analysis.location``. An operator of the backward pass, which runs on a thread
     without Python frames, is located at the line that called its forward operator."""
     if row is None or row < 0:

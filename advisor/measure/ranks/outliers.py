@@ -508,7 +508,7 @@ def describe_reason(job: JobMeasurements, deviation: Deviation) -> str:
     return f"{text}; {deviation.note}" if deviation.note else text
 
 
-def describe_change(job: JobMeasurements, deviation: Deviation) -> str:
+def describe_deviation(job: JobMeasurements, deviation: Deviation) -> str:
     """Describe the change that the replay makes to estimate the gain."""
     subject = describe_subject(job, deviation)
     if deviation.kind == "network":

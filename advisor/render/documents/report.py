@@ -296,7 +296,10 @@ def _list_places(report: Report, finding: Finding, width: int) -> Iterator[d.Tex
         parts: list[d.Inline] = [
             d.Span(name, "code", full) for name, full in zip(names, whole, strict=True)
         ]
-        steps, time_ns = finding_text.counted_steps(report), finding_text.host_time(report, finding)
+        steps, time_ns = (
+            finding_text.counted_steps(report),
+            finding_text.host_operator_time(report, finding),
+        )
         parts += t.location_figures(location, steps, report.per, time_ns)
         if parts:
             yield d.TextField("" if number else "where", parts, detail=number > 0, min_parts=2)

@@ -12,8 +12,8 @@ from advisor.tune.report import (
     describe_losses,
     describe_prediction,
     describe_runs,
-    format_interval,
-    write_headline,
+    format_gain_interval,
+    write_trial_headline,
 )
 
 NO_TRIAL: Final = (
@@ -47,7 +47,7 @@ def build(report: TrialReport, options: d.RenderOptions = d.DEFAULT) -> d.Docume
     )
     nothing = d.Paragraph(NO_TRIAL, indent=0)
     return d.Document(
-        write_headline(report),
+        write_trial_headline(report),
         [
             d.FieldList(fields, indent=0),
             shown if report.trials else nothing,
@@ -64,11 +64,13 @@ def _build_table(report: TrialReport) -> d.Grid:
     rows = []
     for trial in report.trials:
         measured = (
-            t.EMPTY_CELL if trial.gain is None else format_interval(trial.gain_low, trial.gain_high)
+            t.EMPTY_CELL
+            if trial.gain is None
+            else format_gain_interval(trial.gain_low, trial.gain_high)
         )
         predicted = t.EMPTY_CELL
         if trial.predicted is not None:
-            predicted = format_interval(trial.predicted_low, trial.predicted_high)
+            predicted = format_gain_interval(trial.predicted_low, trial.predicted_high)
         name = labels.shorten(labels.clean(trial.name), 26)
         rows.append(
             [name, predicted, measured, describe_prediction(trial), str(trial.runs), trial.outcome]
@@ -103,7 +105,7 @@ def _build_combination(report: TrialReport) -> Iterator[d.Block]:
     both = report.together
     if both is None or len(both.knob_settings) + len(both.left_out) < 2:
         return
-    saved = format_interval(both.gain_low, both.gain_high)
+    saved = format_gain_interval(both.gain_low, both.gain_high)
     fields = [
         d.TextField("used", [str(knob_setting) for knob_setting in both.knob_settings]),
         d.TextField("left out", [f"{knob_setting} adds nothing" for knob_setting in both.left_out]),

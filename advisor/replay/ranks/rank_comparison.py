@@ -28,7 +28,7 @@ from advisor.measure.ranks.join import match_collectives, measure_waits
 from advisor.measure.ranks.outliers import (
     Deviation,
     JobMeasurements,
-    describe_change,
+    describe_deviation,
     describe_reason,
     describe_subject,
     find_outliers,
@@ -264,7 +264,9 @@ class RankComparison:
         )
 
     def _list_what_ifs(self) -> list[RanksWhatIf]:
-        changes = [(describe_change(self.job, each), gain) for each, gain in self.outliers if gain]
+        changes = [
+            (describe_deviation(self.job, each), gain) for each, gain in self.outliers if gain
+        ]
         if not self.replay.reason:
             no_stragglers = estimate_without_stragglers(self.job, self.replay)
             caused = self.job.waits.caused_ns / max(1, len(self.job.profile.steps))

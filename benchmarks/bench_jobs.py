@@ -32,7 +32,7 @@ from advisor.replay.ledger import (
 from advisor.replay.ranks.rank_comparison import compare_ranks
 from benchmarks.shipped_ledger import replace
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, FaultTruth
-from benchmarks.simulation.programs import MIN_SHARE, play
+from benchmarks.simulation.programs import MIN_FAULT_SHARE, play
 from benchmarks.simulation.score import KIND, Score, judge
 from benchmarks.simulation.summaries import summarize_all
 
@@ -171,7 +171,7 @@ collectives are drawn from public traces (`benchmarks/simulation/measured.json` 
 Kernels vary by 1 to 3%, devices by some 0.4%, clocks by up to 5 ms and 50 ppm. Up to three ranks
 are lost or truncated. Layouts: DDP, FSDP, FSDP within hosts, tensor and pipeline
 parallel, experts. The same job with the same noise is then played without the fault: the
-difference is the true gain. Every fault costs at least {MIN_SHARE:.0%} of the step.
+difference is the true gain. Every fault costs at least {MIN_FAULT_SHARE:.0%} of the step.
 
 A diagnosis is right if it names the kind of the fault first, and exactly its ranks. Ranks with
 incomplete files do not count. A slow link can be located only where groups differ: with one

@@ -25,7 +25,7 @@ from advisor.replay.ledger import (
 )
 from tests.rules.test_recordings import CASES, RECORDED
 
-MIN_SHARE = 0.05
+MIN_RECORDED_GAIN_SHARE = 0.05
 """Minimum measured gain, as a share of the step: smaller ones are differences of two runs."""
 
 
@@ -43,7 +43,7 @@ def predict(name: str) -> Prediction | None:
         return None
     measured = slow.step.ns - cured.step.ns
     is_computation = {edit_kind(edit) for edit in edits} <= OF_COMPUTATION
-    if not is_computation or measured < MIN_SHARE * slow.step.ns:
+    if not is_computation or measured < MIN_RECORDED_GAIN_SHARE * slow.step.ns:
         return None
     return Prediction(
         source="recording",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.replay.estimators import GainEstimator
 
-MAX_KERNELS = 200
+MAX_PROFILED_KERNELS = 200
 """Maximum number of kernels in a report. Those with most time come first."""
 MAX_REPLAYED = 40
 """Maximum number of kernels whose gain per step is replayed."""
@@ -54,7 +54,7 @@ def build_counter_views(a: Analysis, estimator: GainEstimator) -> list[KernelCou
     }
     kernels = sorted(a.profiled_kernels, key=lambda k: -(per_step[id(k)] or 0.0))
     views = []
-    for index, k in enumerate(kernels[:MAX_KERNELS]):
+    for index, k in enumerate(kernels[:MAX_PROFILED_KERNELS]):
         edit = None
         if k.busiest is not None and index < MAX_REPLAYED:
             edit = shorten_kernel(a, k, max(0.0, 1 - k.busiest / 100))
@@ -127,7 +127,7 @@ def build_triton_views(a: Analysis) -> list[TritonKernel]:
         spilled, ns = view.spilled_bytes or 0, view.step_ns or 0.0
         return not (spilled and ns), -ns, -spilled, -(view.registers or 0), view.name
 
-    return sorted(views, key=order)[:MAX_KERNELS]
+    return sorted(views, key=order)[:MAX_PROFILED_KERNELS]
 
 
 def _build_triton_view(k: MatchedKernel, launches: float | None, ns: float | None) -> TritonKernel:
@@ -426,7 +426,7 @@ MIN_PROFILED_SHARE = 0.05
 """Minimum share of kernel time at which a kernel is profiled."""
 FAST_KERNEL_SHARE = 0.8
 """Share of the attainable rate above which a kernel is not profiled."""
-MAX_NAMES = 2
+MAX_NAMED_KERNELS = 2
 """Maximum number of kernel names in the command, so that it fits on a terminal line."""
 MAX_LAUNCHES = 20
 NCU_SECTIONS = (
@@ -500,7 +500,9 @@ def profiling_command(
         ):
             name = re.match(r"[\w$]{1,24}", base_name(row.kernel))
             chosen_names = set(chosen.values())
-            if name is not None and (name[0] in chosen_names or len(chosen_names) < MAX_NAMES):
+            if name is not None and (
+                name[0] in chosen_names or len(chosen_names) < MAX_NAMED_KERNELS
+            ):
                 chosen[row.kernel] = name[0]
     if not chosen or report.kernel_counters:
         return None

@@ -25,7 +25,7 @@ from advisor.measure.memory.memory_savings import find_savings
 from advisor.measure.memory.peak_memory import PeakMemory, fullest_devices, growing_lines
 
 MAX_DEVICES = 16
-MAX_LINES = 40
+MAX_MEMORY_LINES = 40
 MAX_MODULES = 400
 MIN_NAMED_SHARE = 0.1
 """Minimum share of the bytes in tensors at which the verdict names a category or saving."""
@@ -101,7 +101,7 @@ def _list_holders(
         MemoryHolder(category=row.get("category", ""), file=row["file"], line=row["line"],
                      function=row["function"], label=row.get("label"),
                      blocks=round(row[blocks]), bytes=round(row[size]))
-        for row in table.head(MAX_LINES).iter_rows(named=True)
+        for row in table.head(MAX_MEMORY_LINES).iter_rows(named=True)
     ]  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def _build_view(peak: PeakMemory) -> MemoryView:
             MemoryHolder(category=row["category"], file=row["file"], line=row["line"],
                          function=row["function"], label=row["label"], blocks=row["blocks"],
                          bytes=row["bytes"])
-            for row in peak.by_line.head(MAX_LINES).iter_rows(named=True)
+            for row in peak.by_line.head(MAX_MEMORY_LINES).iter_rows(named=True)
         ],
         modules=held_by_module(peak)[:MAX_MODULES],
         pools=[] if fragments is None else [
@@ -158,7 +158,7 @@ def _build_view(peak: PeakMemory) -> MemoryView:
                 name=_name_pool(row), segments=row["segments"], reserved=row["reserved"],
                 allocated=row["allocated"], free=row["free"], largest=row["largest"],
             )
-            for row in fragments.table.head(MAX_LINES).iter_rows(named=True)
+            for row in fragments.table.head(MAX_MEMORY_LINES).iter_rows(named=True)
         ],
         end_allocated=None if fragments is None else int(history.allocated[-1]),
         end_reserved=None if fragments is None else int(history.reserved[-1]),

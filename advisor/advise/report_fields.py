@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from advisor.measure import Analysis
     from advisor.replay.ranks.rank_comparison import RankComparison
 
-MAX_OPERATORS = 10
+MAX_HOST_OPERATORS = 10
 MAX_OPERATOR_NAMES = 500
 OPERATOR_NAMES = rf"^aten::|Compiled|{TRAINING_ROWS}"
 """Pattern of the rows that ``Report.operator_names`` names, of PyTorch's programs."""
@@ -231,7 +231,7 @@ def _select_longest(a: Analysis, table: pl.DataFrame, total_ns: int) -> list[Ope
     """Return the first rows (name, ns, count) per step, with their shares of ``total_ns``."""
     return [
         OperatorTime(name, ns / a.step_count, ns / max(total_ns, 1), count / a.step_count)
-        for name, ns, count in table.head(MAX_OPERATORS).iter_rows()
+        for name, ns, count in table.head(MAX_HOST_OPERATORS).iter_rows()
     ]
 
 

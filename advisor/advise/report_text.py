@@ -27,7 +27,7 @@ from advisor.core.report import Report
 from advisor.core.report_replay import Replay
 from advisor.core.report_steps import EQUAL_STEP_SHARE, StepTime
 
-MAX_NAMES = 6
+MAX_LISTED_NAMES = 6
 
 STATUS: Final = {
     "bottlenecks": "Bottlenecks found",
@@ -381,7 +381,7 @@ def describe_phases(report: Report) -> list[str]:
         return []
     shown = [
         f"{t.host_label(phase.name, report.scope.framework)} {t.format_share(phase.share)}"
-        for phase in view.phases[:MAX_NAMES]
+        for phase in view.phases[:MAX_LISTED_NAMES]
         if phase.name != "between steps" or (view.outside_share or 0.0) < MIN_OUTSIDE_SHARE
     ]
     return [f"{shown[0]} of the host's time", *shown[1:]] if shown else []
@@ -425,12 +425,12 @@ def headline_numbers(report: Report) -> list[Line]:
         busy += [f"memory peak {memory_peak(report)}"]
         lines.append(("GPU", busy))
     if report.operators:
-        shown = report.operators[:MAX_NAMES]
+        shown = report.operators[:MAX_LISTED_NAMES]
         short_names = labels.labels_by_name((op.name for op in shown), 40)
         parts = [f"{short_names[op.name]} {t.format_share(op.share)}" for op in shown]
         lines.append(("ops", [f"{parts[0]} of operators' time", *parts[1:]]))
     if report.ranges:
-        shown = report.ranges[:MAX_NAMES]
+        shown = report.ranges[:MAX_LISTED_NAMES]
         short_names = labels.labels_by_name((item.name for item in shown), 40)
         lines.append(
             ("ranges", [f"{short_names[item.name]} {t.format_share(item.share)}" for item in shown])
@@ -466,7 +466,7 @@ def headline_numbers(report: Report) -> list[Line]:
         if report.host_step_ns is not None:
             of_step = f"of its own steps of {t.format_duration(report.host_step_ns)}"
         host_parts[0] += f" {of_step}"
-        lines.append(("host", host_parts[:MAX_NAMES]))
+        lines.append(("host", host_parts[:MAX_LISTED_NAMES]))
     lines.append(("no fix", describe_time_without_fix(report)))
     return lines
 
@@ -634,7 +634,7 @@ def describe_cost(report: Report) -> list[str]:
 def _describe_families(report: Report) -> list[str]:
     """Describe the share of each kind of device work, and count the kernels and copies."""
     parts = sorted(report.families, key=lambda family: -family.ns)
-    shown = [f"{labels.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_NAMES]]
+    shown = [f"{labels.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_LISTED_NAMES]]
     if shown:
         shown[0] += " of device work"
     total = round(sum(family.count for family in report.families))

@@ -23,7 +23,7 @@ from advisor.measure import Analysis
 from advisor.replay.exposed_time import LAUNCH_CAUSES
 from advisor.replay.selection import host_spans, selected_gaps, selected_gpu
 
-MIN_SHARE: Final = 2 * MIN_GAIN_SHARE
+MIN_UNEXPLAINED_SHARE: Final = 2 * MIN_GAIN_SHARE
 """Minimum share of the step at which a part is mentioned."""
 MIN_TOUCHED_SHARE: Final = 0.5
 """Minimum share of a part that a finding's fix changes, for the finding to cover the part."""
@@ -64,7 +64,7 @@ def find_time_without_fix(
         for f in report.findings
         if f.priority and f.impact and f.impact.currency == "step_time" and f.impact.gain_ns
     ]
-    min_ns = max(MIN_SHARE * step_ns, min([WARNING_SHARE * step_ns, *gains]))
+    min_ns = max(MIN_UNEXPLAINED_SHARE * step_ns, min([WARNING_SHARE * step_ns, *gains]))
     if report.scope.device is None:
         parts = [
             (part.name, t.host_label(part.name, framework), part.ns, part.share)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
         StepTimeChange,
     )
 
-_MIN_SHARE = 0.005
+_MIN_CHANGE_SHARE = 0.005
 """Share of the longer step below which the tables leave out a row of the breakdown. The JSON has
 all rows."""
 _MIN_WORK_SHARE = 0.001
 """Share of the longer step below which an operator's change is shown but not judged."""
-NOISE = f"changes of less than {_MIN_SHARE:.1%} of the step, or 1% of another figure"
+NOISE = f"changes of less than {_MIN_CHANGE_SHARE:.1%} of the step, or 1% of another figure"
 MAX_WORK = 10
 MAX_PATH_LENGTH = 200
 """Maximum length of a path in a command, in characters."""
@@ -316,8 +316,8 @@ def interval_method(steps: StepTimeChange) -> list[str]:
 
 
 def breakdown_lines(c: Comparison) -> list[ComparedFigure]:
-    """Return where the step's time goes, side by side. Changes below ``_MIN_SHARE`` of the longer
-    step, or below 1% of another figure, are not judged."""
+    """Return where the step's time goes, side by side. Changes below ``_MIN_CHANGE_SHARE`` of the
+    longer step, or below 1% of another figure, are not judged."""
     groups = {amount.group for amount in c.amounts}
     wanted = ["time", "idle", "kernels"] if "time" in groups else ["host"]
     return figures_of(c, [*wanted, "figures", "counters"])
@@ -335,9 +335,11 @@ def figures_of(c: Comparison, groups: Sequence[str]) -> list[ComparedFigure]:
             if amount.group != group:
                 continue
             largest = max(amount.before or 0.0, amount.after or 0.0)
-            if amount.unit == "ns" and largest < _MIN_SHARE * total and group != "phases":
+            if amount.unit == "ns" and largest < _MIN_CHANGE_SHARE * total and group != "phases":
                 continue
-            max_noise = {"ns": _MIN_SHARE * total, "share": 0.01}.get(amount.unit, 0.01 * largest)
+            max_noise = {"ns": _MIN_CHANGE_SHARE * total, "share": 0.01}.get(
+                amount.unit, 0.01 * largest
+            )
             is_gain = amount.name in MORE_IS_BETTER
             verdict = _judge_change(amount.before, amount.after, max_noise, more_is_better=is_gain)
             if verdict in ("new", "gone") and group in ("time", "idle", "host"):

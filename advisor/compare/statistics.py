@@ -23,7 +23,7 @@ from advisor.core.report_steps import VARYING_STEPS_SHARE
 Sample = NDArray[np.float64]
 
 CONFIDENCE_LEVEL = 0.95
-MIN_STEPS = 3
+MIN_COMPARED_STEPS = 3
 """Minimum number of steps for a spread: two steps give only one difference."""
 MIN_DEPENDENT_STEPS = 5
 """Minimum number of steps on each side that shows how one depends on the next."""
@@ -245,7 +245,7 @@ def _estimate_spread(drawn: NDArray[np.float64], blocks: float) -> tuple[float, 
 
 def autocorrelation(sample: Sample) -> float | None:
     """Return the correlation of neighbouring steps, or ``None`` if too few or all equal."""
-    if len(sample) < MIN_STEPS:
+    if len(sample) < MIN_COMPARED_STEPS:
         return None
     centered = sample - sample.mean()
     total = float(centered @ centered)

@@ -9,9 +9,9 @@ from advisor.advise.program_wording import mark_steps_of
 from advisor.compare.comparison import Distribution, StepTimeChange, Verdict
 from advisor.compare.statistics import (
     CONFIDENCE_LEVEL,
+    MIN_COMPARED_STEPS,
     MIN_DEPENDENT_STEPS,
     MIN_FOR_MEDIAN,
-    MIN_STEPS,
     Sample,
     autocorrelation,
     difference,
@@ -42,7 +42,7 @@ def compare_steps(before: Report, after: Report) -> StepTimeChange:
     source, sides = common_steps(before, after)
     distributions = [_describe_distribution(runs) for runs in sides]
     shortest = min(len(run.durations_ns) for runs in sides for run in runs) if all(sides) else 0
-    if shortest < MIN_STEPS or (source == "trace" and with_guessed_steps(reports)):
+    if shortest < MIN_COMPARED_STEPS or (source == "trace" and with_guessed_steps(reports)):
         return StepTimeChange(
             verdict="not measured",
             source=source,
@@ -88,7 +88,10 @@ def common_steps(before: Report, after: Report) -> tuple[str, tuple[Runs, Runs]]
     source: Source
     for source in ("recorder", "trace"):
         sides = (_select_runs(before, source), _select_runs(after, source))
-        if all(sides) and min(len(run.durations_ns) for runs in sides for run in runs) >= MIN_STEPS:
+        if (
+            all(sides)
+            and min(len(run.durations_ns) for runs in sides for run in runs) >= MIN_COMPARED_STEPS
+        ):
             return source, sides
     return ("trace" if all(sides) else ""), sides
 
@@ -155,7 +158,7 @@ def _explain_missing(reports: Sequence[Report], sides: tuple[Runs, Runs]) -> str
     if all(sources) and not sources[0] & sources[1]:
         return "profiled steps on one side, unprofiled ones on the other; record both the same way"
     counts = t.list_names(str(min((len(r.durations_ns) for r in s), default=0)) for s in sides)
-    return f"{counts} steps are too few to know their spread; record at least {MIN_STEPS}"
+    return f"{counts} steps are too few to know their spread; record at least {MIN_COMPARED_STEPS}"
 
 
 def _list_notes(source: str, sides: tuple[Runs, Runs], reports: Sequence[Report]) -> list[str]:

@@ -43,7 +43,7 @@ from advisor.core.rule import Per
 
 SCHEMA = "advisor.report/3"
 
-MAX_LINES = 400
+MAX_OUTPUT_LINES = 400
 """Maximum number of lines that ``print`` shows of a report or a comparison."""
 
 Status = Literal["bottlenecks", "healthy", "limited"]
@@ -58,14 +58,14 @@ def render(subject: object, formats: str, name: str, **options: Any) -> str:
 
 
 def limit_lines(text: str, hint: str) -> str:
-    """Return the first MAX_LINES lines. If there are more, add a line that counts them, and
+    """Return the first MAX_OUTPUT_LINES lines. If there are more, add a line that counts them, and
     ``hint``."""
     lines = text.rstrip("\n").split("\n")
-    if len(lines) > MAX_LINES:
+    if len(lines) > MAX_OUTPUT_LINES:
         from advisor.core.text import count_noun
 
-        hidden = len(lines) - MAX_LINES
-        lines[MAX_LINES:] = [f"… {count_noun(hidden, 'more line')}; {hint}"]
+        hidden = len(lines) - MAX_OUTPUT_LINES
+        lines[MAX_OUTPUT_LINES:] = [f"… {count_noun(hidden, 'more line')}; {hint}"]
     return "\n".join(lines)
 
 
@@ -361,7 +361,7 @@ class Report(Struct, kw_only=True):
         return f"<Report {self.status}, {result}: {shorten(clean(self.verdict), 160)}>"
 
     def __str__(self) -> str:
-        """Return the output of ``advisor analyze`` at 80 columns, at most MAX_LINES lines."""
+        """Return the output of ``advisor analyze`` at 80 columns, MAX_OUTPUT_LINES lines at most."""
         text = render(self, "REPORTS", "terminal")
         return limit_lines(text, "to_dict() has all")
 

@@ -32,7 +32,7 @@ from advisor.export.rewrite import (
 )
 from advisor.measure import Analysis
 from advisor.measure.host.gaps import is_outside_operators
-from advisor.read.formats.kineto.reader import ADVISOR_KEY, MAX_CALLS, whole_number
+from advisor.read.formats.kineto.reader import ADVISOR_KEY, MAX_CALL_NAMES, whole_number
 from advisor.read.source import DEFAULT_LIMIT
 from advisor.read.trace_events import COMM_FIELDS, EventArgs, call_class, copy_parts
 from advisor.replay.selection import selected_gaps, selected_gpu, selected_host
@@ -153,7 +153,7 @@ def _unusual_calls(trace: Trace) -> list[list[str]]:
         for name, classes in classes_by_name.items()
         if len(classes) == 1
     )
-    return sorted([name, call] for name, call in pairs if call_class(name) != call)[:MAX_CALLS]
+    return sorted([name, call] for name, call in pairs if call_class(name) != call)[:MAX_CALL_NAMES]
 
 
 def iterate_events(trace: Trace) -> Iterator[Event]:

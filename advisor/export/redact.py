@@ -30,7 +30,7 @@ from advisor.measure.host.stacks import LIBRARIES, TORCH
 _S = TypeVar("_S", bound=Struct)
 
 REDACTED = "[redacted]"
-MAX_REMEMBERED = 200_000
+MAX_REMEMBERED_TEXTS = 200_000
 """Maximum number of distinct texts whose result is cached; texts of a trace repeat massively."""
 _MAX_NAMES = 1000
 MAX_COLLECTED_NAMES = 20_000
@@ -207,7 +207,7 @@ class Redactor:
         redacted = self._texts.get(text)
         if redacted is None:
             redacted = self._redact(text)
-            if len(self._texts) < MAX_REMEMBERED:
+            if len(self._texts) < MAX_REMEMBERED_TEXTS:
                 self._texts[text] = redacted
         return redacted
 
@@ -279,7 +279,7 @@ class Redactor:
         parts = text.split(b'"') if b"\\" not in text else _JSON_STRING.split(text)
         strings = parts[1::2]
         distinct = set(strings)
-        if len(self._clean) + len(self._replaced) > MAX_REMEMBERED:
+        if len(self._clean) + len(self._replaced) > MAX_REMEMBERED_TEXTS:
             for cache in (self._clean, self._replaced, self._private):
                 cache.clear()
         self._classify_strings(distinct - self._clean)

@@ -366,7 +366,7 @@ def take_first(items: Iterable[_T], max_count: int) -> tuple[list[_T], int]:
     return all_items[:max_count], max(0, len(all_items) - max_count)
 
 
-MAX_ENTRIES = 20_000
+MAX_FOLDER_ENTRIES = 20_000
 """Maximum number of entries of a folder that are looked through."""
 LONGEST_PATH = 4096
 
@@ -427,8 +427,8 @@ class AllowedFolders:
 
     def _check_links(self, folder: Path, given: str) -> None:
         for count, entry in enumerate(iterate_entries(folder)):
-            if count >= MAX_ENTRIES:
-                raise AdvisorError(f"{given}: more than {MAX_ENTRIES:,} files; give one run")
+            if count >= MAX_FOLDER_ENTRIES:
+                raise AdvisorError(f"{given}: more than {MAX_FOLDER_ENTRIES:,} files; give one run")
             if entry.is_symlink() and not self.contains(Path(os.path.realpath(entry.path))):
                 raise AdvisorError(
                     f"{given}: a link in it leads outside the folders that may be read"

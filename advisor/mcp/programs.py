@@ -22,7 +22,7 @@ from advisor.mcp.answers import (
     TrialText,
 )
 from advisor.tune.knob import find_knob
-from advisor.tune.report import FILE, MAX_BYTES, CombinedTrial, Trial, TrialReport
+from advisor.tune.report import FILE, MAX_TRIALS_BYTES, CombinedTrial, Trial, TrialReport
 
 SIGKILL = getattr(signal, "SIGKILL", signal.SIGTERM)
 MAX_SECONDS = 3600
@@ -83,7 +83,7 @@ def try_knobs(
     if not (folder / FILE).is_file():
         return build_trial_answer(None, "", exit_code, elapsed_s, output)
     return build_trial_answer(
-        TrialReport.from_json(read_regular(folder / FILE, MAX_BYTES)),
+        TrialReport.from_json(read_regular(folder / FILE, MAX_TRIALS_BYTES)),
         str(folder),
         exit_code,
         elapsed_s,

@@ -55,7 +55,7 @@ def _find_candidates(roots: list[Path]) -> tuple[list[_Candidate], bool]:
     runs: set[Path] = set()
     jobs: dict[Path, set[Path]] = defaultdict(set)
     files_below: dict[Path, set[Path]] = defaultdict(set)
-    entries_left = answers.MAX_ENTRIES
+    entries_left = answers.MAX_FOLDER_ENTRIES
     for root in roots:
         for folder_path, subfolders, names in os.walk(root):
             entries_left -= 1 + len(names)

@@ -16,7 +16,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.run_directory import SNAPSHOT
 from advisor.core.snapshot import MemorySnapshot
 from advisor.core.trace import COUNTER_SCHEMA, KINETO, Run, Trace
-from advisor.read.formats.memory_snapshot.tables import MAX_BYTES, read_snapshot
+from advisor.read.formats.memory_snapshot.tables import MAX_SNAPSHOT_BYTES, read_snapshot
 from advisor.read.formats.out_of_memory_text import of_exception
 from advisor.read.reader import Reader, ReadOptions
 from advisor.read.registry import all_readers, is_named_for, read_trace
@@ -135,7 +135,7 @@ def join_snapshots(
 
 
 def _read_snapshot_file(path: str, options: ReadOptions) -> MemorySnapshot:
-    source = ByteSource(path, limit=min(options.max_bytes, MAX_BYTES), peek=options.peek)
+    source = ByteSource(path, limit=min(options.max_bytes, MAX_SNAPSHOT_BYTES), peek=options.peek)
     return read_snapshot(source.blocks(), path)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from advisor.core.event_kinds import CPU_KINDS
 from advisor.core.intervals import Ints
 
-MAX_DEPTH = 1000
+MAX_NESTING_DEPTH = 1000
 """Maximum depth. Deeper events get the ancestor at this depth as their parent."""
 MAX_ROUNDS = 6
 """Maximum number of repairs over whole columns; then rows are repaired one by one. Real traces
@@ -166,7 +166,7 @@ def _find_parents(start: Ints, end: Ints) -> tuple[NDArray[np.int32], NDArray[np
     count = len(start)
     open_ = np.arange(count)
     open_ -= np.searchsorted(np.sort(end, kind="stable"), start, side="right")
-    depth = np.clip(open_, 0, MAX_DEPTH, out=open_).astype(np.int32)
+    depth = np.clip(open_, 0, MAX_NESTING_DEPTH, out=open_).astype(np.int32)
     del open_
     order = np.argsort(depth.astype(np.uint16), kind="stable")
     bounds = np.searchsorted(depth[order], np.arange(int(depth.max()) + 2))
@@ -229,7 +229,7 @@ def _nest_one_by_one(thread: Any, start: Ints, end: Ints, repaired: NDArray[np.b
                 ends[row] = ends[parent_row]
                 repaired[row] = True
         depths[row] = len(stack)
-        if len(stack) < MAX_DEPTH:
+        if len(stack) < MAX_NESTING_DEPTH:
             stack.append(row)
     return Nesting(
         np.array(parents, dtype=np.int32),

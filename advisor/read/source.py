@@ -25,7 +25,7 @@ DEFAULT_LIMIT = 16 << 30
 """Maximum number of uncompressed bytes of one trace before reading stops (``--max-size``)."""
 REMEMBER = 64 << 20
 """Maximum number of packed bytes of standard input that are kept for a second reading."""
-MAX_MEMBERS = 1_000_000
+MAX_GZIP_MEMBERS = 1_000_000
 """Maximum number of members in a gzip file. bgzip writes one per 64 KiB; more is an attack."""
 
 PACKINGS = (".gz", ".zst", ".zstd")
@@ -243,8 +243,8 @@ class ByteSource:
                     if not data.startswith(_GZIP):
                         return  # padding or other trailing bytes, which gunzip ignores too
                     members += 1
-                    if members > MAX_MEMBERS:
-                        self._mark_damaged(f"damaged gzip (more than {MAX_MEMBERS} members)")
+                    if members > MAX_GZIP_MEMBERS:
+                        self._mark_damaged(f"damaged gzip (more than {MAX_GZIP_MEMBERS} members)")
                         return
                     unpack = isal_zlib.decompressobj(wbits=31)
                 elif not data and len(block) < BLOCK:

@@ -32,7 +32,7 @@ from advisor.recorder.background import BackgroundThread
 
 LOGGER = "torch.__trace"
 CHOSEN_BY_USER = ("TORCH_TRACE", "TORCH_DTRACE")
-MAX_BYTES, MAX_RECORD = 16 << 20, 256 << 10
+MAX_LOG_BYTES, MAX_RECORD = 16 << 20, 256 << 10
 """Maximum number of bytes kept per process and per record."""
 _ARTIFACTS = ("dynamo_graph_break_reason", "recompile_reasons")
 _METRIC_FIELDS = frozenset(
@@ -106,14 +106,14 @@ class CompileLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass on a record, cut to what the analysis reads."""
-        if os.getpid() != self._pid or self._bytes > MAX_BYTES:
+        if os.getpid() != self._pid or self._bytes > MAX_LOG_BYTES:
             return
         try:
             text = _encode_record(
                 record, record.__dict__["metadata"], record.__dict__.get("payload")
             )
         except Exception:  # in the middle of the program's compilation
-            self._bytes = MAX_BYTES + 1
+            self._bytes = MAX_LOG_BYTES + 1
             return
         if text is not None:
             self._bytes += len(text)

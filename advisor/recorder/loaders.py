@@ -144,7 +144,7 @@ def epoch_length(loader: Any) -> int | None:
 
 
 MAX_TENSORS = 64
-MAX_DEPTH = 4
+MAX_BATCH_DEPTH = 4
 _MAX_KINDS = 256
 """Maximum number of distinct sets of shapes. Later ones are recorded without shapes."""
 PADDING_EVERY = 10
@@ -231,7 +231,7 @@ def _collect_tensors(value: Any, result: list[tuple[Any, Any]], depth: int) -> N
     if kind in _TENSOR_TYPES:
         result.append((value.shape, value.dtype))
     elif kind is list or kind is tuple:
-        if depth < MAX_DEPTH:
+        if depth < MAX_BATCH_DEPTH:
             for part in value if len(value) <= MAX_TENSORS else value[:MAX_TENSORS]:
                 if len(result) < MAX_TENSORS:
                     _collect_tensors(part, result, depth + 1)

@@ -18,7 +18,7 @@ from advisor.recorder.built_in_calls import (
 )
 from advisor.recorder.stack_samples import frame_text
 
-MAX_CALLS = 6_000
+MAX_MODULE_CALLS = 6_000
 """Maximum number of calls in a window's log. Later ones are not logged."""
 CLOCK_TRIES = 5
 """Number of readings of both clocks."""
@@ -40,7 +40,7 @@ class CallLog:
 
     def begin(self, module: Any, caller: FrameType | None, *, outermost: bool = False) -> bool:
         """Log that ``caller`` calls a module; return whether ``end`` must follow."""
-        if self._count >= MAX_CALLS or caller is None:
+        if self._count >= MAX_MODULE_CALLS or caller is None:
             return False
         self._count += 1
         if outermost:

@@ -19,7 +19,7 @@ from advisor.recorder.watchers import is_intercepted
 CALLS_BEFORE = 3
 """Number of forwards of a model before its table is written: the first may create layers."""
 _MAX_MODELS = 8
-_MAX_MODULES, MAX_ENTRIES = 20_000, 1_000
+_MAX_MODULES, MAX_MODULE_KINDS = 20_000, 1_000
 """Maximum number of modules examined in a model, and of entries in its table."""
 MAX_DIMENSIONS = 8
 READ_INSTRUCTIONS = ("LOAD_ATTR", "LOAD_METHOD")
@@ -80,7 +80,7 @@ def describe_modules(model: Any, paths: dict[int, str] | None = None) -> list[li
         key = short, type(module), str(shapes)
         if key in entries:
             entries[key][2] += 1
-        elif len(entries) < MAX_ENTRIES:
+        elif len(entries) < MAX_MODULE_KINDS:
             largest = max(weights, key=lambda attribute: len(weights[attribute]))
             frame = _find_frame(f"{name}.{largest}".lstrip("."), modules_by_name, frames)
             entries[key] = [short, type(module).__name__, 1, shapes, frame]

@@ -21,7 +21,7 @@ from typing import Any
 from advisor.recorder.module_calls import CallLog
 from advisor.recorder.tape import PART_OF_GRADIENTS
 
-MAX_DEPTH = 64
+MAX_MODULE_DEPTH = 64
 """Maximum number of nested calls with a frame of ours, so that deep recursion keeps its limit."""
 _FOLDER = str(Path(__file__).parent)
 _NAME = "_wrapped_call_impl"
@@ -32,7 +32,7 @@ _GLOBAL_NAMES = (
 _OUTERMOST = """_advisor_here[1] in _advisor_inside
         or (_advisor_thread() != _advisor_here[0] and not _advisor_here[7])"""
 _SUBMODULE = f"""_advisor_thread() != _advisor_here[0]
-        or _advisor_depth[0] >= {MAX_DEPTH}"""
+        or _advisor_depth[0] >= {MAX_MODULE_DEPTH}"""
 _SOURCE = f"""
 def {_NAME}(self, *args, **kwargs):
     if not (

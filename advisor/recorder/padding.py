@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
-from advisor.recorder.loaders import MASKS, MAX_DEPTH, MAX_TENSORS, is_mapping
+from advisor.recorder.loaders import MASKS, MAX_BATCH_DEPTH, MAX_TENSORS, is_mapping
 from advisor.recorder.watchers import is_intercepted
 
 EVERY = 5
@@ -248,7 +248,7 @@ def collect_tensors(
     kind = type(value)
     if kind is Tensor:
         given.append((name, value))
-    elif depth > MAX_DEPTH or len(given) >= MAX_TENSORS:
+    elif depth > MAX_BATCH_DEPTH or len(given) >= MAX_TENSORS:
         return
     elif kind is list or kind is tuple:
         for part in value[:MAX_TENSORS]:

@@ -130,7 +130,7 @@ class SlowdownWatch:
 
 FULL_GENERATION = 2
 """Number of the oldest generation, which a full collection collects."""
-MAX_LINES = 8
+MAX_GC_LINES = 8
 """Maximum number of noted lines that request full collections."""
 
 
@@ -170,7 +170,7 @@ class GcPauseHook:
             return
         frame = sys._getframe(2)
         line = frame.f_code, frame.f_lineno
-        if line not in self._lines and len(self._lines) >= MAX_LINES:
+        if line not in self._lines and len(self._lines) >= MAX_GC_LINES:
             return
         calls = self._lines[line] = self._lines.get(line, 0) + 1
         if calls & (calls - 1) == 0:

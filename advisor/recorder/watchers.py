@@ -263,7 +263,7 @@ class AllocatorStats:
 
 log = logging.getLogger("advisor")
 _MAX_MESSAGE = 2000
-MAX_ENTRIES = 1_000_000
+MAX_HISTORY_ENTRIES = 1_000_000
 """Maximum number of events in the allocator's history: some GB of host memory."""
 
 
@@ -274,7 +274,7 @@ class OutOfMemoryHook:
 
     def __init__(self, write_event: Callable[[dict[str, Any]], None], history: int = 0) -> None:
         self._write_event = write_event
-        self._history = min(history, MAX_ENTRIES)
+        self._history = min(history, MAX_HISTORY_ENTRIES)
         self._switched_on = False
         self.folder: Path | None = None
         self._observing = False

@@ -33,7 +33,7 @@ FILE = "ledger.jsonl"
 SHIPPED = Path(__file__).with_name("shipped_ledger.jsonl")
 VARIABLE = "ADVISOR_LEDGER"
 """Environment variable with the user's file, by default ``~/.local/share/advisor/ledger.jsonl``."""
-MAX_BYTES = 8 << 20
+MAX_LEDGER_BYTES = 8 << 20
 MIN_RATIO = 0.05
 """Minimum ratio of measured to predicted, also for fixes that gained nothing, or less."""
 MAX_RATIO = 1e6
@@ -178,7 +178,7 @@ def read_ledger(path: Path) -> Ledger:
     if not path.is_file():
         return Ledger([], 0)
     try:
-        data = read_regular(path, MAX_BYTES)
+        data = read_regular(path, MAX_LEDGER_BYTES)
     except OSError as error:
         raise AdvisorError(f"{path}: cannot be read ({error.strerror or error})") from None
     return decode_ledger(data)
@@ -304,7 +304,7 @@ MIN_ERRORS = round(COVERAGE / (1 - COVERAGE))
 """Minimum number of errors for ``COVERAGE``: with fewer, even the largest may be too small."""
 OF_THE_STEP = ("batch",)
 """Kinds whose errors are of the step, not of the gain."""
-_MIN_SHARE = 0.01
+_RUN_VARIATION_SHARE = 0.01
 """Share of the step, in both directions, by which two runs of one program differ."""
 OTHERS = "others"
 """Name for all kinds of fault together, used for those without a range."""
@@ -373,7 +373,7 @@ def widened_by_kind(
     kinds, past = {edit_kind(edit) for edit in edits}, shipped_experiments()
     if on_cpu and kinds <= OF_COMPUTATION:
         past = shipped_recordings() or past
-    floor = _MIN_SHARE * step_ns
+    floor = _RUN_VARIATION_SHARE * step_ns
     of_step = kinds & set(OF_THE_STEP)
     if of_step:
         remaining_ns = step_ns - gain

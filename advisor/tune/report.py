@@ -14,7 +14,7 @@ from advisor.tune.knob import KnobSetting, Safety
 SCHEMA = "advisor.trials/1"
 FILE = "trials.json"
 """Name of its file in the run's folder."""
-MAX_BYTES = 16 << 20
+MAX_TRIALS_BYTES = 16 << 20
 Outcome = Literal["gain", "no gain", "slower", "unclear", "dropped", "not run"]
 """Outcome of a trial. ``unclear``: the interval is too wide to say (``MAX_HALF_INTERVAL``)."""
 MAX_HALF_INTERVAL = 0.1
@@ -140,7 +140,7 @@ class TrialReport(Struct, kw_only=True):
     @classmethod
     def from_json(cls, text: bytes | str) -> TrialReport:
         """Read what :meth:`to_json` wrote. Raises AdvisorError for anything else."""
-        return decode_json(text, cls, "report of trials", SCHEMA, MAX_BYTES)
+        return decode_json(text, cls, "report of trials", SCHEMA, MAX_TRIALS_BYTES)
 
 
 def write_trial_headline(report: TrialReport) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.simulation.engine import BACKWARD, MAIN, Engine, SimulatedRun
 from benchmarks.simulation.jobs import EVEN, HEALTHY, FaultTruth, Job, Kernel, Ranks, draw
 
-MIN_SHARE = 0.03
+MIN_FAULT_SHARE = 0.03
 """A fault that costs less of the step is made worse until it costs that: below, a job has none."""
 _ROUNDS = 8
 
@@ -39,7 +39,7 @@ def play(
         return played, FaultTruth(HEALTHY, "", "", (), False, played.step_ns, 0.0)
     without = simulate(job.mended()).step_ns
     for _ in range(_ROUNDS):
-        if played.step_ns - without >= MIN_SHARE * played.step_ns:
+        if played.step_ns - without >= MIN_FAULT_SHARE * played.step_ns:
             break
         worse = 1 + 1.5 * (fault.factor - 1)
         if fault.kind == "expert_imbalance":

@@ -23,7 +23,7 @@ from advisor.core.intervals import (
 )
 from advisor.measure.host.gaps import LATENCY_NS
 from advisor.measure.ranks.collectives import short_key
-from advisor.measure.ranks.rank_summary import MAX_KERNELS, shrink_to_limit
+from advisor.measure.ranks.rank_summary import MAX_SUMMARY_KERNELS, shrink_to_limit
 from advisor.measure.ranks.summary_schema import (
     Collectives,
     KernelSummary,
@@ -317,7 +317,7 @@ def _kernels(played: SimulatedRun, spec: Ints, ns: Ints, count: int) -> dict[str
         of = (kernel.name, kernel.blocks, kernel.threads)
         lines.setdefault(of, []).append(ns[spec == each])
     joined = {of: np.concatenate(parts) for of, parts in lines.items()}
-    first = sorted(joined, key=lambda of: (-int(joined[of].sum()), *of))[:MAX_KERNELS]
+    first = sorted(joined, key=lambda of: (-int(joined[of].sum()), *of))[:MAX_SUMMARY_KERNELS]
     result = {}
     for of in first:
         text = "|".join(map(str, of)).encode("utf-8", "replace")

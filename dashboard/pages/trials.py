@@ -13,7 +13,7 @@ from advisor.dashboard.page_view import PageView
 from advisor.render.documents.trial import build
 from advisor.tune.report import (
     FILE,
-    MAX_BYTES,
+    MAX_TRIALS_BYTES,
     TrialReport,
     describe_losses,
     format_gain_interval,
@@ -74,4 +74,4 @@ def read_trials(path: str) -> TrialReport | None:
     file = Path(path) / FILE
     if not file.is_file():
         return None
-    return TrialReport.from_json(read_regular(file, MAX_BYTES))
+    return TrialReport.from_json(read_regular(file, MAX_TRIALS_BYTES))

@@ -20,7 +20,7 @@ from advisor.rules.support.common import (
 )
 from advisor.rules.support.growing_calls import (
     MAX_GROWTH_RATIO,
-    MIN_STEPS,
+    MIN_GROWING_STEPS,
     GrowingCalls,
     find_growing_calls,
 )
@@ -52,7 +52,7 @@ class GrowingInputs(Rule):
     )
 
     min_steps = Threshold(
-        MIN_STEPS, "consecutive steps, each with more values than the last", CHOSEN
+        MIN_GROWING_STEPS, "consecutive steps, each with more values than the last", CHOSEN
     )
     max_growth_ratio = Threshold(
         MAX_GROWTH_RATIO, "times the smallest growth from step to step", CHOSEN

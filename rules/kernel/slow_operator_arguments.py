@@ -330,7 +330,10 @@ class SlowOperatorArguments(Rule):
         dims = arguments.outer_dims(x, reduction.dims)
         if data is None or not dims:
             return
-        if data.dtype not in ("float", "double") or (size := data.bytes or 0) < arguments.MIN_BYTES:
+        if (
+            data.dtype not in ("float", "double")
+            or (size := data.bytes or 0) < arguments.MIN_ARGUMENT_BYTES
+        ):
             return
         if rate is None:
             return

@@ -15,7 +15,7 @@ from advisor.measure.device.shapes import OpInputs
 from advisor.measure.steps.steps import step_of_call
 from advisor.rules.support.common import Rows, outermost_in_steps
 
-MIN_STEPS, MAX_GROWTH_RATIO = 3, 1.05
+MIN_GROWING_STEPS, MAX_GROWTH_RATIO = 3, 1.05
 """Minimum number of consecutive steps that show growth, and maximum ratio of the largest growth to
 the smallest."""
 
@@ -60,7 +60,7 @@ def _count_values(inputs: OpInputs) -> int:
 
 def find_growing_rows(a: Analysis) -> Rows:
     """Return the rows of all calls that work on more values in each step."""
-    is_short = a.trace.inputs.is_empty() or a.steps.used.height < MIN_STEPS
+    is_short = a.trace.inputs.is_empty() or a.steps.used.height < MIN_GROWING_STEPS
     calls = [] if is_short else find_growing_calls(a)
     return np.concatenate([np.zeros(0, dtype=np.int64), *(call.rows for call in calls)])
 

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 import advisor
-from advisor.core.report import MAX_LINES
+from advisor.core.report import MAX_OUTPUT_LINES
 from advisor.testing import TraceBuilder
 
 Cli = Callable[..., Any]
@@ -121,7 +121,7 @@ def test_printed_tables_are_bounded_and_harmless(trace: Path) -> None:
     report.limits = [f"limit {n} \x1b[2J" for n in range(3000)]
     report.verdict = "long\n\x1b[31m" * 3000
     lines = str(report).splitlines()
-    assert len(lines) == MAX_LINES + 1 and "more lines" in lines[-1]
+    assert len(lines) == MAX_OUTPUT_LINES + 1 and "more lines" in lines[-1]
     assert "\x1b" not in str(report) and "\x1b" not in repr(report) and len(repr(report)) < 300
 
 

@@ -496,7 +496,7 @@ VALUES = st.recursive(
 @given(rounds=st.lists(VALUES, min_size=1, max_size=4), remembered=st.sampled_from([0, 3, 1000]))
 def test_text_is_redacted_as_its_values_are(rounds: list[Any], remembered: int) -> None:
     quick, twin = Redactor(["alice"]), Redactor(["alice"])
-    with mock.patch.object(advisor.export.redact, "MAX_REMEMBERED", remembered):
+    with mock.patch.object(advisor.export.redact, "MAX_REMEMBERED_TEXTS", remembered):
         for value in rounds:
             for spaced in (json.dumps(value, indent=1), json.dumps(value, separators=(",", ":"))):
                 assert json.loads(quick.json(spaced.encode())) == twin.value(value)

@@ -26,7 +26,7 @@ from advisor.measure.host.layers import (
     find_unequal_layers,
     report_layers,
 )
-from advisor.measure.host.module_sources import MAX_DEPTH, op_path, split_modules
+from advisor.measure.host.module_sources import MAX_MODULE_DEPTH, op_path, split_modules
 from advisor.read import read_trace
 from advisor.rules.support.common import costliest_places
 from advisor.testing import TraceBuilder
@@ -333,7 +333,7 @@ def test_untrusted_depth_and_number_are_bounded(monkeypatch: pytest.MonkeyPatch)
         b.sync()
     layers = layers_of(b)
     assert layers.nodes.height <= 50
-    assert max(len(layers.path(node)) for node in range(layers.nodes.height)) <= MAX_DEPTH
+    assert max(len(layers.path(node)) for node in range(layers.nodes.height)) <= MAX_MODULE_DEPTH
     assert layers.total_ns == 1000 * US
 
 

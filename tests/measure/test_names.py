@@ -32,7 +32,7 @@ def test_few_names_and_many_are_matched_the_same(
 
 
 def test_the_answer_for_a_name_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "MAX_REMEMBERED", 4)
+    monkeypatch.setattr(under_test, "MAX_REMEMBERED_NAMES", 4)
     requests: list[list[str | None]] = []
 
     @cache_by_name

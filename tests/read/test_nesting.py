@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from advisor.core.event_kinds import CPU_KINDS
 from advisor.read import nesting
-from advisor.read.nesting import MAX_DEPTH, independent_stretches, nest, stack_order
+from advisor.read.nesting import MAX_NESTING_DEPTH, independent_stretches, nest, stack_order
 
 Row = tuple[int, int, int]
 """A row: thread, start, duration."""
@@ -148,11 +148,11 @@ def test_threads_do_not_hold_each_others_events() -> None:
 @pytest.mark.parametrize("rounds", [0, nesting.MAX_ROUNDS])
 def test_very_deep_nesting_is_bounded(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nesting, "MAX_ROUNDS", rounds)
-    deep = 3 * MAX_DEPTH
+    deep = 3 * MAX_NESTING_DEPTH
     parents, depths, _, cut = nested([(0, i, 10 * deep - 2 * i) for i in range(deep)])
     assert cut == 0
-    assert depths == [min(i, MAX_DEPTH) for i in range(deep)]
-    assert parents == [min(i, MAX_DEPTH) - 1 for i in range(deep)]
+    assert depths == [min(i, MAX_NESTING_DEPTH) for i in range(deep)]
+    assert parents == [min(i, MAX_NESTING_DEPTH) - 1 for i in range(deep)]
 
 
 def test_more_threads_and_time_than_a_key_can_hold() -> None:

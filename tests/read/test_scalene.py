@@ -88,7 +88,7 @@ def test_a_file_that_is_no_profile_is_one_line_error(tmp_path: Path, text: str) 
 def test_a_profile_that_is_too_large_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scalene, "MAX_BYTES", 100)
+    monkeypatch.setattr(scalene, "MAX_SCALENE_BYTES", 100)
     with pytest.raises(AdvisorError, match="larger than"):
         read_scalene(profile(tmp_path, [line(n, 2) for n in range(2, 40)]))
 

@@ -162,7 +162,7 @@ def test_random_bytes_behind_a_magic_number_are_not_exception() -> None:
 
 
 def test_a_million_empty_members_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source_module, "MAX_MEMBERS", 5000)
+    monkeypatch.setattr(source_module, "MAX_GZIP_MEMBERS", 5000)
     text, source = read(gzip.compress(b"") * 5001)
     assert text == b""
     assert "5000 members" in (source.damage or "")

@@ -279,7 +279,7 @@ def test_unused_records_are_not_created(no_compile_settings: None) -> None:
 
 
 def test_a_log_is_bounded_and_no_error_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("advisor.recorder.framework_logs.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("advisor.recorder.framework_logs.MAX_LOG_BYTES", 1 << 20)
     kept: list[CompileRecord] = []
     handler = CompileLogHandler(kept.append)
     long = logging.makeLogRecord(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from advisor.recorder.slowdown import MAX_LINES, GcPauseHook
+from advisor.recorder.slowdown import MAX_GC_LINES, GcPauseHook
 from advisor.recorder.tape import THREAD, Tape
 
 
@@ -49,5 +49,5 @@ def test_young_generations_and_other_threads_are_not(pauses_and_events: list[Any
 def test_a_program_with_many_such_lines_is_noted_within_bounds(
     pauses_and_events: list[Any],
 ) -> None:
-    exec("\n".join(["gc.collect()"] * (2 * MAX_LINES)), {"gc": gc})
-    assert len(pauses_and_events) == MAX_LINES
+    exec("\n".join(["gc.collect()"] * (2 * MAX_GC_LINES)), {"gc": gc})
+    assert len(pauses_and_events) == MAX_GC_LINES

@@ -16,7 +16,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.module_calls import line_of_call, read_calls
 from advisor.recorder import module_calls
 from advisor.recorder.module_calls import CallLog
-from advisor.recorder.modules import MAX_DEPTH
+from advisor.recorder.modules import MAX_MODULE_DEPTH
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -219,14 +219,14 @@ def test_deep_recursion_has_few_frames_more(record_run: Callable[..., Any]) -> N
     optimizer = torch.optim.SGD(weights.parameters(), 1e-3)
 
     def run() -> None:
-        levels = find_max_levels(model) - MAX_DEPTH // 2
+        levels = find_max_levels(model) - MAX_MODULE_DEPTH // 2
         for _ in range(12):
             model(torch.ones(1, 4), levels)
             weights(torch.ones(1, 4)).sum().backward()
             optimizer.step()
 
     (event,) = record_run(run, **WINDOW).events_of("calls")
-    assert max(call[0] for call in event["calls"]) == MAX_DEPTH
+    assert max(call[0] for call in event["calls"]) == MAX_MODULE_DEPTH
 
 
 class Failing(nn.Module):
@@ -265,5 +265,5 @@ def test_a_missing_end_does_not_spoil_the_next_call(monkeypatch: pytest.MonkeyPa
         (1, True),
         (0, False),
     ]
-    monkeypatch.setattr(module_calls, "MAX_CALLS", 3)
+    monkeypatch.setattr(module_calls, "MAX_MODULE_CALLS", 3)
     assert not log.begin(nn.Identity(), frame)

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from advisor.recorder.module_lines import (  # noqa: E402
     CALLS_BEFORE,
-    MAX_ENTRIES,
+    MAX_MODULE_KINDS,
     ModuleLines,
     describe_modules,
 )
@@ -88,8 +88,8 @@ def test_wrappers_are_looked_through() -> None:
 
 
 def test_the_table_is_bounded() -> None:
-    model = nn.ModuleDict({f"layer{'x' * n}": nn.Linear(1, 1) for n in range(MAX_ENTRIES + 5)})
-    assert len(describe_modules(model)) == MAX_ENTRIES
+    model = nn.ModuleDict({f"layer{'x' * n}": nn.Linear(1, 1) for n in range(MAX_MODULE_KINDS + 5)})
+    assert len(describe_modules(model)) == MAX_MODULE_KINDS
 
 
 def test_module_lines_are_written_once_per_model(record_run: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from advisor.core.run_directory import SNAPSHOT
-from advisor.recorder.watchers import MAX_ENTRIES, OutOfMemoryHook
+from advisor.recorder.watchers import MAX_HISTORY_ENTRIES, OutOfMemoryHook
 from advisor.testing.allocator import MIB, FakeAllocator
 
 pytestmark = pytest.mark.timed
@@ -54,7 +54,7 @@ def test_memory_history_is_off_by_default(cuda: Calls) -> None:
     assert [call[0] for call in cuda] == ["observe"]
 
 
-@pytest.mark.parametrize(("max_entries", "kept"), [(5000, 5000), (1 << 60, MAX_ENTRIES)])
+@pytest.mark.parametrize(("max_entries", "kept"), [(5000, 5000), (1 << 60, MAX_HISTORY_ENTRIES)])
 def test_history_is_bounded_and_switched_off_at_the_end(
     max_entries: int, kept: int, cuda: Calls
 ) -> None:

@@ -84,7 +84,7 @@ def test_trace_without_kernels_is_reported(report: Make) -> None:
 
 def test_number_of_shown_operators_is_limited(report: Make) -> None:
     rows = [rate(name=f"aten::op{n}") for n in range(30)]
-    assert render_operators(report, *rows).count("aten::op") == layers.MAX_OPERATORS
+    assert render_operators(report, *rows).count("aten::op") == layers.MAX_OPERATOR_ROWS
     assert render_operators(report, *rows, top=3).count("aten::op") == 3
 
 

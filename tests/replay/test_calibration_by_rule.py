@@ -89,7 +89,7 @@ def test_zero_prediction_does_not_widen_the_range(user_ledger: Path) -> None:
     assert widened_range() == NARROW
 
 
-@pytest.mark.parametrize("content", [b"{", b"\xff" * 100, b"x" * (ledger.MAX_BYTES + 1)])
+@pytest.mark.parametrize("content", [b"{", b"\xff" * 100, b"x" * (ledger.MAX_LEDGER_BYTES + 1)])
 def test_a_ledger_that_cannot_be_read_is_as_none(user_ledger: Path, content: bytes) -> None:
     user_ledger.write_bytes(content)
     assert rule_predictions() == () and widened_range() == NARROW

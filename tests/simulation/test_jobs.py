@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulation.engine import COMPUTE_STREAM, SimulatedRun
 from benchmarks.simulation.jobs import FAULTS, HEALTHY, LAYOUTS, Job, draw
 from benchmarks.simulation.measured import measured
-from benchmarks.simulation.programs import MIN_SHARE, play, simulate
+from benchmarks.simulation.programs import MIN_FAULT_SHARE, play, simulate
 
 
 def of_layout(layout: str, kind: str = HEALTHY, **given: object) -> Job:
@@ -149,7 +149,7 @@ def test_slow_link_slows_only_its_groups() -> None:
 def test_fault_costs_its_declared_time(kind: str) -> None:
     played, truth = play(11, 16, kind, steps=3)
     assert truth.kind == kind and truth.step_ns == played.step_ns
-    assert truth.gain_ns >= MIN_SHARE * truth.step_ns
+    assert truth.gain_ns >= MIN_FAULT_SHARE * truth.step_ns
     mended_step_ns = simulate(played.job.mended()).step_ns
     assert truth.step_ns - truth.gain_ns == pytest.approx(mended_step_ns)
 

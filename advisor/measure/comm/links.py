@@ -15,7 +15,7 @@ from advisor.core.finding import Select
 if TYPE_CHECKING:
     from advisor.measure import Analysis
 
-MIN_BYTES = 1 << 10
+MIN_MESSAGE_BYTES = 1 << 10
 """Minimum size of messages that count, bytes: smaller ones are counters and flags."""
 
 
@@ -89,7 +89,7 @@ def count_slots(rows: pl.DataFrame) -> int | None:
     """Count the passes of a pipeline step through this rank's stages (micro-batches times stages),
     by the sends of the most frequent size to (or from) one rank in a step. ``None`` if the ends of
     the sends are not recorded."""
-    sends = rows.filter(pl.col("peer").is_not_null(), pl.col("bytes") >= MIN_BYTES)
+    sends = rows.filter(pl.col("peer").is_not_null(), pl.col("bytes") >= MIN_MESSAGE_BYTES)
     if sends.is_empty():
         return None
     counts = sends.group_by("step", "sends", "peer", "bytes").len()

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from advisor.core.layers import MeshAxis
 from advisor.measure.comm.links import (
-    MIN_BYTES,
+    MIN_MESSAGE_BYTES,
     NodeLinks,
     bubble_share,
     count_slots,
@@ -106,7 +106,7 @@ def _infer_axis(family: str, rows: pl.DataFrame, rank: int | None) -> str:
         senders = set(rows.filter(pl.col("target") == this_rank)["source"].drop_nulls())
         is_ring = to and senders and not to & senders and rows["forward"].null_count() == 0
         return "context" if is_ring and not rows["forward"].all() else "pipeline"
-    large = rows.filter(pl.col("weight") >= MIN_BYTES)
+    large = rows.filter(pl.col("weight") >= MIN_MESSAGE_BYTES)
     if large.is_empty() or large["forward"].null_count():
         return "unknown"
     if family == "all_reduce":

@@ -22,7 +22,7 @@ ELEMENTWISE = (
     r"|threshold_backward)_?$"
 )
 TAKES = ("aten::slice", "aten::narrow", "aten::select")
-MIN_BYTES = 1 << 16
+MIN_ARGUMENT_BYTES = 1 << 16
 """Minimum bytes of a tensor at which an operator's time is more than the overhead of its call."""
 _MIN_CALLS = 3
 """Minimum number of calls whose median time is representative."""
@@ -105,7 +105,7 @@ def elementwise_rate(a: Analysis) -> float | None:
     dur = a.trace.cpu["dur"].to_numpy()
     for _, x, rows in calls_by_inputs(a, ELEMENTWISE):
         size = max((tensor.bytes or 0 for tensor in x.tensors), default=0)
-        if size >= MIN_BYTES:
+        if size >= MIN_ARGUMENT_BYTES:
             rates += (dur[rows] / size).tolist()
     return float(np.median(rates)) if len(rates) >= _MIN_CALLS else None
 

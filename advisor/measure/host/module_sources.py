@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MAX_NODES: Final = 20_000
 """Maximum modules of a recording. Work of further modules counts for the module around them."""
-MAX_DEPTH: Final = 64
+MAX_MODULE_DEPTH: Final = 64
 """Maximum nesting depth of modules."""
 SourceName = Literal[
     "module events", "logged calls", "ranges", "operator names", "FSDP", "Python frames"
@@ -52,7 +52,7 @@ class ModuleTree:
         for name in names:
             if (node, name) not in self._node_of_name:
                 depth = 1 if node < 0 else self._depth[node] + 1
-                if len(self.name) >= MAX_NODES or depth > MAX_DEPTH:
+                if len(self.name) >= MAX_NODES or depth > MAX_MODULE_DEPTH:
                     return node
                 self._node_of_name[node, name] = len(self.name)
                 self.parent.append(node)
@@ -140,7 +140,7 @@ def split_modules(path: str) -> tuple[str, ...]:
             result[-1] += f".{part}"
         else:
             result.append(part)
-    return tuple(result[:MAX_DEPTH])
+    return tuple(result[:MAX_MODULE_DEPTH])
 
 
 def op_path(name: str) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ def op_path(name: str) -> tuple[str, ...]:
             part = inner[1]
         if part and not _NOT_A_SCOPE.match(part):
             result.append(part)
-    return tuple(result[:MAX_DEPTH])
+    return tuple(result[:MAX_MODULE_DEPTH])
 
 
 class Source(NamedTuple):
@@ -189,7 +189,7 @@ def _find_nested(
     node = np.full(len(parent), -1, dtype=np.int32)
     count, remaining = max(1, len(paths)), np.arange(len(rows))
     largest = int(number.max(initial=0)) + 1
-    for _ in range(MAX_DEPTH):  # one round per level of modules
+    for _ in range(MAX_MODULE_DEPTH):  # one round per level of modules
         parent_node = np.where(above[remaining] >= 0, node[np.maximum(above[remaining], 0)], -1)
         is_ready = (above[remaining] < 0) | (parent_node >= 0)
         level = remaining[is_ready]

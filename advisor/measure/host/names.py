@@ -16,7 +16,7 @@ OPTIMIZER_STEP = r"^Optimizer\.step#"
 """PyTorch's range around an optimizer's step."""
 MIN_NAMES_TO_DEDUPLICATE = 5_000
 """Minimum number of names for finding the distinct ones first: for fewer it takes longer."""
-MAX_REMEMBERED = 4_096
+MAX_REMEMBERED_NAMES = 4_096
 
 
 def cache_by_name(
@@ -34,11 +34,11 @@ def cache_by_name(
         nonlocal cache
         requested = names.to_list()
         distinct = list(dict.fromkeys(requested))
-        if len(distinct) > MAX_REMEMBERED:
+        if len(distinct) > MAX_REMEMBERED_NAMES:
             return describe(names)
         with lock:
             new = [name for name in distinct if name not in row_of_name]
-            if cache is None or len(row_of_name) + len(new) > MAX_REMEMBERED:
+            if cache is None or len(row_of_name) + len(new) > MAX_REMEMBERED_NAMES:
                 cache, new = describe(pl.Series(distinct, dtype=pl.String)), distinct
                 row_of_name.clear()
             elif new:

@@ -16,7 +16,7 @@ from advisor.measure import Analysis
 from advisor.measure.host.stacks import shares_of_functions
 from advisor.measure.ranks.collectives import collective_table, pack_collectives, step_summaries
 from advisor.measure.ranks.summary_schema import (
-    MAX_BYTES,
+    MAX_SUMMARY_BYTES,
     Advice,
     Collectives,
     KernelSummary,
@@ -30,7 +30,7 @@ from advisor.measure.ranks.topology import host_of
 from advisor.measure.steps.timeline import CLASSES as HOST_CLASSES
 from advisor.read.remote.urls import redact_url
 
-MAX_KERNELS = 40
+MAX_SUMMARY_KERNELS = 40
 """Maximum number of kernels compared between ranks, with nearly all time of a step."""
 _MAX_STEPS = 2_000
 """Maximum number of steps with their own figures."""
@@ -137,7 +137,7 @@ def _key_by_digest(a: Analysis, table: pl.DataFrame) -> dict[str, KernelSummary]
     """Return the first rows by name and a digest that separates rows of one name. A row has name,
     distinguishing columns, count, and summed and median duration (ns, in all steps)."""
     result = {}
-    for name, *columns, count, total, median in table.head(MAX_KERNELS).iter_rows():
+    for name, *columns, count, total, median in table.head(MAX_SUMMARY_KERNELS).iter_rows():
         text = "|".join(map(str, [name, *columns]))
         digest = hashlib.blake2s(text.encode("utf-8", "replace"), digest_size=6).hexdigest()
         result[f"{str(name)[:40]}#{digest}"] = KernelSummary(
@@ -187,22 +187,22 @@ def _describe_damage(a: Analysis) -> str:
 
 
 def shrink_to_limit(summary: RankSummary) -> RankSummary:
-    """Shrink a summary to MAX_BYTES: drop the collectives of complete steps, the last first, then
-    texts."""
+    """Shrink a summary to MAX_SUMMARY_BYTES: drop the collectives of complete steps, the last
+    first, then texts."""
     from msgspec.structs import replace as changed
 
     size = len(encode(summary))
-    while size > MAX_BYTES and summary.collectives is not None:
-        kept = _drop_steps(summary.collectives, MAX_BYTES * 0.95 / size)
+    while size > MAX_SUMMARY_BYTES and summary.collectives is not None:
+        kept = _drop_steps(summary.collectives, MAX_SUMMARY_BYTES * 0.95 / size)
         summary = changed(summary, collectives=kept)
         size = len(encode(summary))
-    if size > MAX_BYTES:
+    if size > MAX_SUMMARY_BYTES:
         summary = changed(summary, details=b"")
         size = len(encode(summary))
-    if size > MAX_BYTES:
+    if size > MAX_SUMMARY_BYTES:
         summary = changed(summary, findings=[], per_step={})
         size = len(encode(summary))
-    if size > MAX_BYTES:
+    if size > MAX_SUMMARY_BYTES:
         summary = changed(summary, steps=summary.steps[:100], kernels={}, operators={}, families={})
     return summary
 

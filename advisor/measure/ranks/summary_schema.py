@@ -22,7 +22,7 @@ from advisor.core.ranks import RankCluster, format_ranks
 from advisor.core.report_memory import MemorySample
 
 SCHEMA = "advisor.rank/1"
-MAX_BYTES = 200_000
+MAX_SUMMARY_BYTES = 200_000
 """Maximum size of an encoded summary, bytes; a larger one keeps the collectives of fewer steps."""
 MAX_DECODED = 16 << 20
 

@@ -24,7 +24,7 @@ MIN_EXCESS_NS = 1_000_000
 """Minimum excess of a first call, ns: loading a module, searching or compiling takes longer."""
 MAX_BUSY = 0.2
 """Maximum share of the call in which the device works: a call that waits for it is not a cost."""
-_MIN_SHARE = 0.05
+_MIN_EXCESS_SHARE = 0.05
 """Minimum share of a call in the analysed time: shorter ones may be slow by chance."""
 MIN_LONE_SHARE = 0.5
 """Minimum share of a single call in the analysed time, if no other step shows that it does not
@@ -68,7 +68,7 @@ def find_one_off_rows(a: Analysis) -> pl.DataFrame:
     )
     key_columns = ["name", "inputs"]
     long_calls = rows.select("host", "ts", "dur", "thread", "parent", *key_columns).filter(
-        pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_SHARE * a.span_ns)
+        pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_EXCESS_SHARE * a.span_ns)
     )
     if long_calls.is_empty():
         return captures
@@ -81,7 +81,7 @@ def find_one_off_rows(a: Analysis) -> pl.DataFrame:
         count=pl.len().cast(pl.Int64),
     )
     long_calls = long_calls.join(groups, on=key_columns, nulls_equal=True)
-    min_share = _MIN_SHARE if a.steps.used.height > 2 else MIN_LONE_SHARE
+    min_share = _MIN_EXCESS_SHARE if a.steps.used.height > 2 else MIN_LONE_SHARE
     is_lone = (pl.col("count") == 1) & pl.Series(
         _measure_self_time(a, long_calls) >= min_share * a.span_ns
     )
@@ -133,7 +133,7 @@ def _find_loading(a: Analysis) -> pl.DataFrame:
         .filter(pl.col("count") > 1)
         .with_columns(dur=pl.col("end") - pl.col("ts"))
     )
-    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_SHARE * a.span_ns)
+    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_EXCESS_SHARE * a.span_ns)
     loading = loading.filter(
         is_long, pl.Series(covered_length(*_start_and_end(loading), busy_in_recording(a)) == 0)
     )
@@ -174,7 +174,7 @@ def _find_captures(a: Analysis) -> pl.DataFrame:
     steps = a.steps.used.height
     if steps > 2 and int((in_steps > 0).sum()) > steps / 2:
         return pl.DataFrame(schema=ONE_OFF_SCHEMA)
-    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_SHARE * a.span_ns)
+    is_long = pl.col("dur") >= max(MIN_EXCESS_NS, _MIN_EXCESS_SHARE * a.span_ns)
     return captures.filter(is_long).select(
         pl.col("host").cast(pl.Int64),
         pl.lit(CAPTURE).alias("name"),

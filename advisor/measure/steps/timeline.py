@@ -325,7 +325,7 @@ def _nest_ends(trace: Trace) -> tuple[Ints, Ints, NDArray[np.int32]]:
     end = ts + cpu["dur"].to_numpy()
     parent = parent_rows(trace)
     inner = np.flatnonzero(parent >= 0)
-    for _ in range(1000):  # MAX_DEPTH of the nesting; one round settles nearly every trace
+    for _ in range(1000):  # MAX_NESTING_DEPTH; one round settles nearly every trace
         overlong = inner[end[inner] > end[parent[inner]]]
         if not len(overlong):
             break

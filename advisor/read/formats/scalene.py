@@ -13,11 +13,11 @@ from advisor.core.errors import AdvisorError
 from advisor.core.files import read_regular
 from advisor.core.finding import HotLine
 
-MAX_BYTES = 16 << 20
+MAX_SCALENE_BYTES = 16 << 20
 """Maximum size of a profile, bytes. Without stacks it has about 60 KB, with stacks some MB. A
 malicious file takes thirty times its size once decoded."""
 _MAX_LINES = 20
-_MIN_SHARE = 0.01
+_MIN_LINE_SHARE = 0.01
 """Minimum share of the samples for a line. Lines below it have only a few samples."""
 _MAX_TEXT = 200
 
@@ -58,7 +58,7 @@ def read_scalene(path: str | Path) -> list[HotLine]:
     Raises AdvisorError if the file cannot be read, is too large, or is not a Scalene profile."""
     file = Path(path)
     try:
-        data = read_regular(file, MAX_BYTES)
+        data = read_regular(file, MAX_SCALENE_BYTES)
     except (OSError, ValueError) as error:
         strerror = getattr(error, "strerror", None)
         raise AdvisorError(f"{file}: cannot be read ({strerror or error})") from None
@@ -92,7 +92,7 @@ def _find_hot_lines(name: str, file: _ScaleneFile) -> list[HotLine]:
         runs_once = not in_loop and (
             not line.start_function_line or line.start_function_line in training_functions
         )
-        if python + native + system < _MIN_SHARE or runs_once or line.lineno < 1:
+        if python + native + system < _MIN_LINE_SHARE or runs_once or line.lineno < 1:
             continue
         result.append(
             HotLine(

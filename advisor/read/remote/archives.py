@@ -22,7 +22,7 @@ from advisor.read.remote.filesystem import ROOM_LEFT, can_seek, file_system, ver
 from advisor.read.remote.urls import redact_url
 
 KINDS = ("zip", "tar")
-MAX_MEMBERS = 100_000
+MAX_ARCHIVE_MEMBERS = 100_000
 MAX_REQUEST_BYTES = 16 << 20
 """Maximum number of bytes that an archive's reader may request at once, for its table of
 contents."""
@@ -252,5 +252,7 @@ _UNPACKERS: dict[bytes, Callable[..., Any]] = {
 
 
 def _refuse_many(count: int, archive: str) -> None:
-    if count > MAX_MEMBERS:
-        raise AdvisorError(f"{redact_url(archive)}: an archive of more than {MAX_MEMBERS:,} files")
+    if count > MAX_ARCHIVE_MEMBERS:
+        raise AdvisorError(
+            f"{redact_url(archive)}: an archive of more than {MAX_ARCHIVE_MEMBERS:,} files"
+        )

@@ -139,7 +139,7 @@ _MAX_MESSAGE: Final = 240
 """Maximum length of a profiler message, characters. Further sentences are left out."""
 _MAX_LINES: Final = 3
 """Maximum number of hot lines listed for a kernel."""
-_MIN_SHARE: Final = 0.05
+_MIN_LISTED_SHARE: Final = 0.05
 """Minimum share of a kernel's samples at which a line is listed."""
 
 
@@ -179,7 +179,7 @@ def kernel_tables(report: Report) -> list[d.Section]:
         ]
         for view in views[:_MAX_SHORT]
         for each in view.lines[:_MAX_LINES]
-        if each.share >= _MIN_SHARE
+        if each.share >= _MIN_LISTED_SHARE
     ]
     if sampled:
         grid = d.Grid(["line", "samples", "most wait for", "kernel"], sampled, align="lrll")

@@ -183,7 +183,7 @@ def _explain_missing_layers(report: Report) -> str:
     return f"{lead}Record stacks (with_stack=True): the profiler then records the calls of modules."
 
 
-MAX_OPERATORS: Final = 20
+MAX_OPERATOR_ROWS: Final = 20
 _COLUMNS: Final = ("operator", "time", "calls", "reached", "attains", "of it", "saves", "bound")
 _LEGEND: Final = (
     "reached, attains: of the rate that limits it. of it: time at that rate over time taken "
@@ -195,7 +195,7 @@ _LEGEND: Final = (
 def build_operators(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
     """Build a table of ``top`` operators, each with its shapes below it."""
     result = report.rooflines
-    rows = result[: MAX_OPERATORS if options.top is None else options.top]
+    rows = result[: MAX_OPERATOR_ROWS if options.top is None else options.top]
     if not rows:
         text = "No kernels were recorded: what operators attain is not measured."
         return d.Document(text, [], name="operators", style="")

@@ -16,7 +16,7 @@ from advisor.render.figures import Histogram, RankMap
 
 _MAX_GROUPS: Final = 6
 """Maximum number of groups of ranks in a terminal."""
-MAX_MEMBERS: Final = 16
+MAX_AXIS_MEMBERS: Final = 16
 """Maximum length of a list of ranks, characters."""
 _MAX_TEXT: Final = 400
 """Maximum length of a reason, characters."""
@@ -61,7 +61,7 @@ def _name_axis(axis: MeshAxis) -> list[d.Inline]:
     ]
     size = t.format_cell(axis.size, lambda size: t.count_noun(size, "rank"))
     members = format_ranks(axis.ranks) or size
-    if axis.ranks and len(members) > MAX_MEMBERS:
+    if axis.ranks and len(members) > MAX_AXIS_MEMBERS:
         stride = axis.ranks[1] - axis.ranks[0]
         members = f"{axis.size}: {axis.ranks[0]}, {axis.ranks[0] + stride} … {axis.ranks[-1]}"
     return [

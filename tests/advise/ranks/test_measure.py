@@ -14,7 +14,7 @@ from advisor.advise.engine import analyze_in_full
 from advisor.advise.ranks.task import summarize_file
 from advisor.core.errors import AdvisorError
 from advisor.measure.ranks.rank_summary import shrink_to_limit
-from advisor.measure.ranks.summary_schema import MAX_BYTES, decode, encode, pack, unpack
+from advisor.measure.ranks.summary_schema import MAX_SUMMARY_BYTES, decode, encode, pack, unpack
 from advisor.measure.ranks.topology import find_racks, host_of
 from advisor.testing import TraceBuilder
 
@@ -85,9 +85,9 @@ def test_large_summary_leaves_out_whole_steps() -> None:
         ]
 
     large = run(1, 60, program).summaries[0]
-    assert len(encode(large)) > MAX_BYTES
+    assert len(encode(large)) > MAX_SUMMARY_BYTES
     small = shrink_to_limit(large)
-    assert len(encode(small)) <= MAX_BYTES
+    assert len(encode(small)) <= MAX_SUMMARY_BYTES
     kept, complete = small.collectives, large.collectives
     assert kept is not None
     assert complete is not None
@@ -108,7 +108,7 @@ def test_oversized_step_still_gives_a_summary() -> None:
     columns = dict.fromkeys(("key", "order", "step", "exposed"), zeros)
     huge = replace(base.collectives, start=wild, end=wild, work=wild, **columns)
     small = shrink_to_limit(replace(base, collectives=huge))
-    assert len(encode(small)) <= MAX_BYTES
+    assert len(encode(small)) <= MAX_SUMMARY_BYTES
     assert small.collectives is None
 
 
@@ -135,7 +135,7 @@ def test_racks_are_common_host_name_prefixes() -> None:
 
 def test_the_shared_pair_has_consistent_summaries(shared_file: Callable[[str], str]) -> None:
     summary = summarize_file(shared_file("two_ranks_rank0.json.gz"))
-    assert len(encode(summary)) < MAX_BYTES
+    assert len(encode(summary)) < MAX_SUMMARY_BYTES
     assert summary.world == 128
     assert summary.collectives is not None
     assert set(summary.collectives.kind) >= {"all_to_all", "all_reduce", "all_gather"}

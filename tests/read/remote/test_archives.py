@@ -213,7 +213,7 @@ def test_archive_member_with_a_false_size_is_refused(web: Server) -> None:
 def test_an_archive_of_too_many_files_is_refused(
     web: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(archives, "MAX_MEMBERS", 10)
+    monkeypatch.setattr(archives, "MAX_ARCHIVE_MEMBERS", 10)
     many = {f"rank{rank}.json": b"{}" for rank in range(12)}
     web.state.files |= {"/a.zip": zipped(many), "/a.tgz": tarred(many, "w:gz")}
     assert "more than 10 files" in refusal(f"zip://::{web.url}/a.zip")

@@ -79,11 +79,14 @@ class KernelProfilerReader(_ProfileReader):
         return ReaderClaim.NO if layout_of(head) is None else ReaderClaim.SURE
 
     def read(self, source: ByteSource, options: ReadOptions) -> Trace:
-        from advisor.read.formats.kernel_profiles.reports import MAX_BYTES, read_kernel_profiles
+        from advisor.read.formats.kernel_profiles.reports import (
+            MAX_PROFILE_BYTES,
+            read_kernel_profiles,
+        )
 
         layout = layout_of(source.head())
         assert layout is not None, "sniffed"
-        limit = min(MAX_BYTES, options.max_bytes)
+        limit = min(MAX_PROFILE_BYTES, options.max_bytes)
         advice = f"larger than {limit >> 20} MiB; profile fewer kernels (ncu --launch-count)"
         profiles = read_kernel_profiles(source.read_all(limit, advice), source.path, layout)
         return trace_of(profiles, source.bytes_read)

@@ -44,7 +44,7 @@ from advisor.read.sqlite import Database
 
 EXPORT = "export it with 'ncu --import FILE --csv --page raw > FILE.csv', and give that"
 NCU, ROCPROF = "Nsight Compute", "rocprof"
-MAX_BYTES = 1 << 30
+MAX_PROFILE_BYTES = 1 << 30
 """Maximum size of a report, bytes. Source files and binaries in it are skipped, but count."""
 _MAX_KERNELS = 20_000
 MAX_METRICS = 20_000

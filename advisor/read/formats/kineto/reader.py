@@ -177,7 +177,7 @@ _NVIDIA_NAME = re.compile(
     r"nvidia|tesla|geforce|quadro|titan|\b[rg]tx\b|^[abghlptv]{1,2}\d{1,3}[a-z]?\b", re.IGNORECASE
 )
 
-MAX_CALLS = 10_000
+MAX_CALL_NAMES = 10_000
 """Maximum number of calls whose class an exported file may give."""
 
 
@@ -242,7 +242,7 @@ def read_call_classes(head: dict[str, Any]) -> dict[str, str]:
     file that ``advisor`` wrote."""
     exported = head.get(ADVISOR_KEY)
     recorded = exported.get("calls") if isinstance(exported, dict) else None
-    pairs = recorded[:MAX_CALLS] if isinstance(recorded, list) else []
+    pairs = recorded[:MAX_CALL_NAMES] if isinstance(recorded, list) else []
     return {
         pair[0]: pair[1]
         for pair in pairs

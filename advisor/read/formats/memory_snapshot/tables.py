@@ -25,7 +25,7 @@ from advisor.core.snapshot import (
 from advisor.read.plain_pickle import PickledFields, read_plain
 from advisor.read.reader import memory_budget
 
-MAX_BYTES = 2 << 30
+MAX_SNAPSHOT_BYTES = 2 << 30
 """Maximum size of a snapshot, bytes."""
 MEMORY_PER_BYTE = 8
 """Memory in bytes of the decoded file per byte of the file."""
@@ -45,13 +45,13 @@ _ACTIONS = {action: action for action in ACTIONS} | {"free": "free_completed"}
 
 
 def read_snapshot(
-    blocks: Iterable[bytes], path: str, *, max_bytes: int = MAX_BYTES
+    blocks: Iterable[bytes], path: str, *, max_bytes: int = MAX_SNAPSHOT_BYTES
 ) -> MemorySnapshot:
     """Read a snapshot from its blocks of bytes.
 
     Raises AdvisorError, with one line, if it is not a snapshot, holds more than plain values, is
     cut off or damaged. Invalid entries are left out and counted."""
-    size_limit = min(max_bytes, MAX_BYTES, memory_budget() // MEMORY_PER_BYTE)
+    size_limit = min(max_bytes, MAX_SNAPSHOT_BYTES, memory_budget() // MEMORY_PER_BYTE)
     content = read_plain(_limit_size(blocks, path, size_limit), path)
     builder = _SnapshotBuilder(path, content.containers)
     builder.take(content.value)

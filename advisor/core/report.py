@@ -361,7 +361,7 @@ class Report(Struct, kw_only=True):
         return f"<Report {self.status}, {result}: {shorten(clean(self.verdict), 160)}>"
 
     def __str__(self) -> str:
-        """Return the output of ``advisor analyze`` at 80 columns, MAX_OUTPUT_LINES lines at most."""
+        """Return the output of ``advisor analyze`` at 80 columns, up to MAX_OUTPUT_LINES lines."""
         text = render(self, "REPORTS", "terminal")
         return limit_lines(text, "to_dict() has all")
 

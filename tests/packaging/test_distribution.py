@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import advisor
 from advisor.core import errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +49,15 @@ def test_the_source_distribution_is_the_repository(tmp_path: Path) -> None:
     committed = {name for name in names if (source / name).is_file()}
     assert sorted(committed - inside) == []
     assert any(name.startswith("tests/corpus/") for name in inside)
+
+
+def test_the_citation_and_the_changelog_have_the_packages_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    version = re.search(r"^version: (.+)$", citation, re.MULTILINE)
+    date = re.search(r"^date-released: (.+)$", citation, re.MULTILINE)
+    assert version is not None and version[1] == advisor.__version__
+    assert date is not None
+    assert f"## [{version[1]}] - {date[1]}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_project_metadata_has_valid_urls_and_python_versions() -> None:

@@ -5,6 +5,7 @@ well (``WindowReplayer.unusable_reason``), an upper bound replaces it and is mar
 exposed time of the events that the edits touch. That is device work that nothing else covers, or
 host time during which the device is idle."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import ceil, isfinite, sqrt
@@ -40,6 +41,7 @@ from advisor.replay.host_nodes import ready_batch_ns
 from advisor.replay.ledger import GainInterval, widened_by_rule, worst_case
 from advisor.replay.operations import GRAPH_LAUNCH_NS
 from advisor.replay.window_replayer import GainRange
+from advisor.rules.support.loader_waits import LOADING_CALL, OUTSIDE_OPERATORS
 
 MIN_GAIN_SHARE = 0.01
 """Minimum gain of a ranked finding, as a share of the step. Smaller ones are notes, because two
@@ -299,14 +301,15 @@ def without_gain(
             free = None if a.run_steps is None else a.run_steps.free_cores
             if free is None or free >= 1 or finding.edits[0].op != "parallelize":
                 continue
-            reason = "no core is free"
-            why = f"Other processes do not shorten the {a.per}: {reason} for them."
+            reason = f"no core is free, so workers do not help{_advise_cheaper(finding)}"
+            why = f"Workers do not shorten the {a.per}, as no core is free for them."
         elif part == "loader" and finding.edits[0].op == "parallelize":
             # work moved to workers takes the cores that the step computes on
             cores = "" if a.run_steps is None else _describe_used_cores(a.run_steps)
-            reason = cores or "how many cores are free is not recorded"
+            cores = cores or "how many cores are free is not recorded"
+            reason = f"{cores}, so workers do not help{_advise_cheaper(finding)}"
             why = (
-                f"In the replay, workers do not shorten the {a.per}: {reason}. Make the loading "
+                f"In the replay, workers do not shorten the {a.per}: {cores}. Make the loading "
                 "itself cheaper, or measure workers: advisor try --only workers."
             )
         if exposed.gain >= floor or exposed.high >= max(floor, WARNING_SHARE * a.step_ns):
@@ -317,6 +320,20 @@ def without_gain(
                 )
             )
     return kept
+
+
+def _advise_cheaper(finding: Finding) -> str:
+    """Advise to make loading cheaper, with the recorded call that takes most of it. Empty if the
+    finding is of other work."""
+    if finding.category != "input":
+        return ""
+    calls = (each for each in finding.evidence if each.label.startswith(LOADING_CALL))
+    for call in calls:
+        name = re.split(r" \(| per ", call.label.removeprefix(LOADING_CALL), maxsplit=1)[0]
+        if name != OUTSIDE_OPERATORS:
+            duration = t.format_value(call.value, call.unit)
+            return f": make the loading cheaper ({name} takes {duration})"
+    return ": make the loading cheaper"
 
 
 def _describe_gain_after(

@@ -232,13 +232,14 @@ def _order_by_gain(
         waiting.remove(index)
         best, own_gain = findings[index], _get_gain(findings[index])
         rival = next((c for c in chosen if are_alternatives(c, best)), None)
-        if rival is None and chosen and gain < MIN_KEPT_SHARE * own_gain:
+        slowed = 1.0 if best.subject == WHOLE_STEP else _share_left(best, chosen)
+        if rival is None and chosen and gain < MIN_KEPT_SHARE * slowed * own_gain:
             rival = min(chosen, key=lambda c: marginal_gain(best, [c], estimator))
         if rival is not None:
             if own_gain >= floor:
                 folded.append(replace(best, folded_under=rival.rule))
                 shown.add(index)
-        elif gain >= (floor if own_gain >= floor else WARNING_SHARE * a.step_ns):
+        elif gain >= (slowed * floor if own_gain >= floor else WARNING_SHARE * a.step_ns):
             prerequisite = None
             if own_gain < floor and chosen:  # without this fix, most of the gain is lost
                 prerequisite = max(chosen, key=lambda c: marginal_gain(best, [c], estimator)).rule

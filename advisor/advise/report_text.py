@@ -303,7 +303,7 @@ def describe_recorded_steps(report: Report) -> list[str]:
             f"({t.format_share(view.outside_share)} of the time after the first step)"
         )
     if view.ended is None:
-        parts.append("killed or still running")
+        parts.append("the run was killed, or is still running")
     elif view.ended == "disk":
         parts.append("the disk was full: later steps are not recorded")
     elif view.ended != "finished":

@@ -339,8 +339,10 @@ class ThreadOversubscription(Rule):
         best = max(1, cpus // ranks - min(workers, cpus // ranks - 1))
         yield Finding(
             summary=(
-                f"{t.count_noun(ranks, 'process')} with {threads} threads and {workers} workers "
-                f"each share {t.count_noun(cpus, 'core')}, and {busy:.0%} of them are busy."
+                f"{t.count_noun(ranks, 'process')} with {t.count_noun(threads, 'thread')}"
+                + (f" and {t.count_noun(workers, 'worker')}" if workers else "")
+                + (" each share" if ranks > 1 else " shares" if not workers else " share")
+                + f" {t.count_noun(cpus, 'core')}, and {busy:.0%} of them are busy."
             ),
             evidence=[
                 self.compare("threads and workers per core", ratio, "max_ratio", ""),

@@ -162,7 +162,7 @@ class GcPauses(Rule):
         yield Finding(
             summary=(
                 f"Garbage collection pauses the loop for {t.format_duration(float(pause.mean()))} "
-                f"per step on average ({share:.1%}), up to {t.format_duration(longest)} in one "
+                f"per step on average, up to {t.format_duration(longest)} in one "
                 f"step. {'Every' if in_each_step else 'A'} step"
                 + (" has such a pause." if in_each_step else " with a pause is that much longer.")
             ),

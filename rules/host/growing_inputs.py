@@ -90,12 +90,16 @@ class GrowingInputs(Rule):
             return
         costliest = max(growing, key=lambda call: call.ns)
         values = costliest.values
+        growth_factor = _measure_growth_factor(a, costliest)
+        later = ""
+        if growth_factor is not None and growth_factor >= 1.05:
+            later = f", and {growth_factor:.1f} times that in the run's mean step"
         yield Finding(
             summary=(
                 f"{costliest.name} works on {values[0]:,} values in the first recorded step and "
                 f"on {values[-1]:,} in the last, about {np.diff(values).mean():,.0f} more in each. "
-                f"{t.count_noun(len(growing), 'such call')} of a step "
-                f"{'takes' if len(growing) == 1 else 'take'} {of_step(a, ns)}."
+                f"{t.count_noun(len(growing), 'operator')} of a step on such values "
+                f"{'takes' if len(growing) == 1 else 'take'} {of_step(a, ns)}{later}."
             ),
             evidence=[
                 self.compare("steps in a row with more values", len(values), "min_steps", "count"),
@@ -104,31 +108,24 @@ class GrowingInputs(Rule):
                 self.compare_share(a, "operators on more and more values", ns),
             ],
             where=costliest_places(a, rows, top=1),
-            **self._estimate_effect(a, rows, ns, costliest),
+            **self._estimate_effect(a, rows, ns, growth_factor),
         )
 
     def _estimate_effect(
-        self, a: Analysis, rows: Rows, ns: int, costliest: GrowingCalls
+        self, a: Analysis, rows: Rows, ns: int, growth_factor: float | None
     ) -> dict[str, Any]:
-        """Return the impact or the edits that remove these operators. In a recorded run on a CPU,
-        their time grows in proportion to the collected values."""
-        if a.run_steps is not None and a.device_id is None:
-            in_window = a.run_steps.kept_by_window(a.trace.meta.window)
-            steps, window = (np.flatnonzero(mask) for mask in (a.run_steps.used, in_window))
-            if len(steps) and len(window):
-                values = costliest.values
-                growth = (values[-1] - values[0]) / (len(values) - 1)
-                steps_collected = sum(values) / len(values) / growth
-                growth_factor = 1 + max(0.0, float(steps.mean() - window.mean())) / steps_collected
-                time = growth_factor * ns / a.step_count
-                impact = impact_per_step(
-                    a,
-                    time,
-                    low=(1 - self.worst_factor) * ns / a.step_count,
-                    high=self.best_factor * time,
-                    method="time of these operators, as it grows from step to step",
-                )
-                return {"impact": impact}
+        """Return the impact or the edits that remove these operators. ``growth_factor``: their time
+        in the run's mean step over that in the window, or ``None`` if unknown."""
+        if growth_factor is not None:
+            time = growth_factor * ns / a.step_count
+            impact = impact_per_step(
+                a,
+                time,
+                low=(1 - self.worst_factor) * ns / a.step_count,
+                high=self.best_factor * time,
+                method="time of these operators, as it grows from step to step",
+            )
+            return {"impact": impact}
         saved = (ns, ns, (1 - self.worst_factor) * ns)
         return {"edits": [scale_operators(a, rows, saved)]}
 
@@ -143,6 +140,21 @@ class GrowingInputs(Rule):
             "two steps": (_build_training(sizes=(9000, 10000)), "min_steps"),
             "hardly any time": (_build_training(us=4), "min_share"),
         }
+
+
+def _measure_growth_factor(a: Analysis, costliest: GrowingCalls) -> float | None:
+    """Return how many times as long the operators take in the run's mean step as in the window, in
+    proportion to the collected values. ``None`` without a recorded run on a CPU."""
+    if a.run_steps is None or a.device_id is not None:
+        return None
+    in_window = a.run_steps.kept_by_window(a.trace.meta.window)
+    steps, window = (np.flatnonzero(mask) for mask in (a.run_steps.used, in_window))
+    if not len(steps) or not len(window):
+        return None
+    values = costliest.values
+    growth = (values[-1] - values[0]) / (len(values) - 1)
+    steps_collected = sum(values) / len(values) / growth
+    return 1 + max(0.0, float(steps.mean() - window.mean())) / steps_collected
 
 
 def _build_training(

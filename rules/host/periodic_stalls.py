@@ -55,8 +55,8 @@ class SavingRule(Rule):
     code = "if step % 50 == 0:\n    writer.add_scalar('loss', loss.item(), step)"
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "saving": {
-            "fix": "Save asynchronously: copy the state to pinned host memory and write it from "
-            "another thread or process. Save less often, and from one rank only if all ranks have "
+            "fix": "Save asynchronously: copy the state, and write the copy from another thread or "
+            "process. Save less often, and from one rank only if all ranks have "
             "the same state.",
             "code": "import torch.distributed.checkpoint as dcp\n"
             "state = {'model': model.state_dict()}   # and what else you save now\n"

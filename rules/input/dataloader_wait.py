@@ -292,7 +292,7 @@ class DataLoaderWait(LoaderWaitRule):
 
 class SingleProcessLoader(LoadingRule, LoaderWaitRule):
     """The DataLoader has no workers (``num_workers=0``), so the training process prepares each
-    batch itself while the GPU idles. Workers would prepare it during the previous step.
+    batch itself, and the step waits. Workers would prepare it during the previous step.
 
     PyTorch names the iterator in its range, ``_SingleProcessDataLoaderIter.__next__``. As for
     dataloader-wait, only the part of the loading that leaves the GPU idle counts. A short load does
@@ -365,6 +365,12 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
             "    return list(zip(self.x[indices], self.y[indices]))",
         },
+        "other programs take the cores": {
+            "fix": "Make loading cheaper, which needs no free core: {cheaper}keep what repeats for "
+            "every sample{images}. Once the other programs end, set num_workers={workers}.",
+            "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
+            "    return list(zip(self.x[indices], self.y[indices]))",
+        },
         "a table in memory": {
             "title": "The Dataset prepares rows of a table for each batch",
             "fix": "Prepare the whole table once, in the Dataset's __init__, and keep it as "
@@ -416,6 +422,8 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
         own_share = estimate_contended_loading(a, share, alone=True)
         if own_share is not None and own_share > self.max_taken:
             fix, code = self.case("the training computes on the same cores").values()
+        elif _have_others_the_cores(a):
+            fix, code = self.case("other programs take the cores").values()
         loaders = [] if a.run_steps is None else a.run_steps.loaders
         by_batch = bool(loaders) and all(x.get("batch_size", 0) is None for x in loaders)
         if by_batch:
@@ -624,6 +632,13 @@ def _add_stacks(b: TraceBuilder) -> None:
     run.steps(60, 10, data=5, forward=5)
     stacks = [[40, [0, 1, 2, 3]], [20, [0, 1, 4]]]
     run.event("stacks", frames=frames, stacks=stacks)
+
+
+def _have_others_the_cores(a: Analysis) -> bool:
+    """Return whether no core is free for workers, and one would be without other programs."""
+    free = None if a.run_steps is None else a.run_steps.free_cores
+    others = None if a.run_steps is None else a.run_steps.other_programs_cores
+    return free is not None and others is not None and free < 1 <= free + others
 
 
 def _warn_of_busy_cores(a: Analysis) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import numpy as np
+from msgspec.structs import replace
 
 from advisor.core import text as t
 from advisor.core.auxiliary_inputs import SNAPSHOT
@@ -125,6 +126,14 @@ _TAKE_SNAPSHOT = (
     "torch.cuda.memory._dump_snapshot('step_500.pickle')"
 )
 
+_COUNT_TENSORS = (
+    "import collections, gc\n"
+    "# every 100 steps: tensors by shape, of which one count grows\n"
+    "alive = [x for x in gc.get_objects() if torch.is_tensor(x)]\n"
+    "shapes = collections.Counter(tuple(x.shape) for x in alive)\n"
+    "print(shapes.most_common(5))"
+)
+
 
 class MemoryLeak(Rule):
     """Memory in use at the end of a step grows from step to step and does not settle. Something
@@ -191,6 +200,13 @@ class MemoryLeak(Rule):
     confidence = 0.8
 
     cases = {
+        "of the process": {
+            "fix": "Find what keeps tensors alive: sums of results without .detach(), lists of "
+            "outputs, hooks and caches that are never emptied, exceptions that hold frames. Counts "
+            "of tensors by shape show what becomes more.",
+            "code": "# total: a sum over steps. Add the loss without its graph.\n"
+            "total += loss.detach()\n" + _COUNT_TENSORS,
+        },
         "of a snapshot": {
             "fix": "Release what that line makes: sums of results without .detach(), lists of "
             "outputs, hooks and caches that are never emptied.",
@@ -201,13 +217,16 @@ class MemoryLeak(Rule):
             "kept.append(output.detach().cpu())\n"
             "total += loss.detach()",
             "confidence": 0.75,
-        }
+        },
     }
     inference = {
         "cases": {
+            "of the process": {
+                "code": "total += score.detach()         # not: total += score\n" + _COUNT_TENSORS
+            },
             "of a snapshot": {
                 "code": "kept.append(output.detach().cpu())   # not: kept.append(output)"
-            }
+            },
         },
         "code": "total += score.detach()         # not: total += score\n" + _TAKE_SNAPSHOT,
     }
@@ -235,11 +254,15 @@ class MemoryLeak(Rule):
         total = run_steps.rank_record.rank.memory_bytes
         limit = max(self.min_host_growth, self.min_host_share * (total or 0))
         if is_steady and growth >= limit:
-            yield self._build_finding(a, "resident memory of the process", host, growth, total)
+            finding = self._build_finding(
+                a, "resident memory of the process", host, growth, total, "of the machine"
+            )
+            yield replace(finding, **self.case("of the process"))
 
     def _build_finding(
-        self, a: Analysis, what: str, values: np.ndarray, growth: float, total: int | None
-    ) -> Finding:
+        self, a: Analysis, what: str, values: np.ndarray, growth: float, total: int | None,
+        whose: str = "of the GPU",
+    ) -> Finding:  # fmt: skip
         run_steps = run_steps_of(a)
         steps = int(run_steps.after_warmup.sum())
         rate = growth / steps
@@ -258,7 +281,7 @@ class MemoryLeak(Rule):
                 self.compare("growth of memory", growth, "min_growth", "bytes"),
                 Evidence("growth of memory per step", rate, "bytes"),
                 Evidence("memory at the end", now, "bytes"),
-                Evidence("capacity of the GPU", total, "bytes"),
+                Evidence(f"capacity {whose}", total, "bytes"),
                 self.compare("steps after the warm-up", steps, "min_steps", "count"),
             ],
             impact=impact_risk(
@@ -298,7 +321,7 @@ class MemoryLeak(Rule):
                         else ""
                     )
                     + (
-                        f" Of all steps, it held {t.format_bytes(before)} {_name_moment(peak)}, "
+                        f" In all, it held {t.format_bytes(before)} {_name_moment(peak)}, and "
                         f"{t.format_bytes(at_end)} at the end of the history."
                         if before != at_end
                         else f" At the end of the history {t.format_bytes(at_end)} are held."

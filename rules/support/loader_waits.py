@@ -260,6 +260,8 @@ class LoadingCalls(NamedTuple):
 
 BUILT_IN = re.compile(r"^<built-in (?:method|function) (\S+?)(?: of (\S+) object.*)?>$")
 """Pattern of ``<built-in method std of Tensor object at 0x7f…>``, shown as ``Tensor.std``."""
+LOADING_CALL, OUTSIDE_OPERATORS = "loading: ", "outside operators"
+"""Beginning of the evidence of a call inside the loading, and name of what no call covers."""
 _MIN_LISTED_SHARE = 0.05
 """Minimum share of the loading at which a call inside it is listed. Smaller ones change nothing."""
 MIN_SUMMARY_SHARE = 0.3
@@ -275,7 +277,7 @@ def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
     listed_calls = calls.filter(pl.col("ns") >= _MIN_LISTED_SHARE * waits.total).head(3)
     for row in listed_calls.iter_rows(named=True):
         text = _describe_call(a, row)
-        evidence.append(amount_per_step(a, f"loading: {text}", row["ns"]))
+        evidence.append(amount_per_step(a, f"{LOADING_CALL}{text}", row["ns"]))
         share = row["ns"] / waits.total
         if not summary and share >= MIN_SUMMARY_SHARE:
             summary = f" {text} takes {share:.0%} of the loading."
@@ -299,7 +301,7 @@ def find_loading_calls(a: Analysis, waits: LoaderWaits) -> LoadingCalls:
         and unexplained_ns >= _MIN_LISTED_SHARE * waits.total
     ):
         hint = f" ({stacks_option(a)} shows what)" if a.trace.meta.is_pytorch else ""
-        label = f"loading: outside operators{hint}"
+        label = f"{LOADING_CALL}{OUTSIDE_OPERATORS}{hint}"
         evidence.append(amount_per_step(a, label, unexplained_ns))
     return LoadingCalls(evidence, where, summary)
 

@@ -12,7 +12,7 @@ from advisor.advise import report_text
 from advisor.advise.engine import Options, analyze
 from advisor.advise.impact import without_gain
 from advisor.core.errors import AdvisorError
-from advisor.core.finding import Edit, Finding, Select
+from advisor.core.finding import Edit, Evidence, Finding, Select
 from advisor.core.report import Report
 from advisor.core.run_directory import HostSample, RankInfo, RankRecord, RecordedDevice
 from advisor.measure import Analysis
@@ -74,7 +74,7 @@ def test_only_missing_cores_void_a_loader_fix_without_gpu(
     edit = Edit(op="parallelize", select=Select(on="host", name=SINGLE_PROCESS), workers=2)
     notes = without_gain([Finding(summary="S.", edits=[edit])], estimator, a, 1.0)
     assert [note.summary for note in notes] == (
-        ["S. Other processes do not shorten the step: no core is free for them."] * is_explained
+        ["S. Workers do not shorten the step, as no core is free for them."] * is_explained
     )
 
 
@@ -94,8 +94,19 @@ def test_limiting_loader_is_not_the_first_to_shorten(
     estimator = GainEstimator()
     monkeypatch.setattr(estimator, "critical_path", lambda: {"loader": 2.0, "host": 1.0})
     edit = Edit(op="parallelize", select=Select(on="host", name=SINGLE_PROCESS), workers=1)
-    (note,) = without_gain([Finding(summary="S.", edits=[edit])], estimator, a, 1.0)
+    evidence = [
+        Evidence(
+            "loading: outside operators (advisor record --deep shows what) per step", 1e6, "ns"
+        ),
+        Evidence("loading: aten::select per step", 9e5, "ns"),
+    ]
+    finding = Finding(summary="S.", edits=[edit], evidence=evidence, category="input")
+    (note,) = without_gain([finding], estimator, a, 1.0)
     assert "1.9 of 2 cores are used" in note.summary and "Shorten that" not in note.summary
+    assert note.impact is not None and note.impact.reason == (
+        "1.9 of 2 cores are used, so workers do not help: make the loading cheaper (aten::select "
+        "takes 900 µs)"
+    )
 
 
 def report_of(folder: Path) -> Report:
@@ -449,3 +460,27 @@ def test_pauses_of_the_start_are_not_the_loop_s_own_code(
     rules = {finding.rule for finding in (*report.findings, *report.notes)}
     assert ("loop-phases" in rules) == pauses_go_on
     assert ("the program or the recorder starts" in report.verdict) != pauses_go_on
+
+
+def test_a_fault_of_the_program_is_listed_after_other_programs_that_take_the_cores(
+    tmp_path: Path,
+) -> None:
+    """The other programs slow the program's own fault down too. It stays a fault without them."""
+    b = TraceBuilder(gpu=None)
+    for _ in b.steps(6):
+        b.loader_wait(4000, workers=0)
+        b.on_host("aten::mm", 6000)
+    r = RecordBuilder(RankInfo(cpus=2, cpus_total=2, flags={"num_threads": 1}))
+    r.steps(60, 10, data=4, forward=6)
+    r.watch(
+        host=lambda share: HostSample(
+            cpu=100, process_cpu=50, run_delay=round(share * 0.6e9 * 0.8), children_cpu=0
+        )
+    )
+    folder = write_run(tmp_path / "run", {0: r.build()})
+    (folder / "rank0" / "trace_w0.json.gz").write_bytes(gzip.compress(b.json()))
+    ranked = {f.rule: f for f in report_of(folder).findings if f.priority is not None}
+    assert ranked["cpu-contention"].priority == 1
+    loader = ranked["single-process-loader"]
+    assert loader.priority == 2 and loader.folded_under is None
+    assert str(loader.fix).startswith("Make loading cheaper, which needs no free core")

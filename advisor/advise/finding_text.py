@@ -341,6 +341,10 @@ def _explain_ends(
             return [f"no gain unless {labels.clean((ranged or finding.assumptions)[0])}"]
         if assumption:
             return [f"range: {assumption}"]
+        if [by for _, by in ends] == ["assumption"] and (
+            worst := _name_worst_part(finding, report)
+        ):
+            return [f"low end: {worst}"]
     is_at_best = any(e.factor == 1 and e.best_factor not in (None, 1) for e in finding.edits)
     if is_at_best or {edit.op for edit in finding.edits} == {"overlap"}:
         by_best = _OTHER_WORK if is_at_best else "overlap"
@@ -374,12 +378,37 @@ def _name_removed_parts(finding: Finding, report: Report, gains: tuple[int, int,
         return "it depends on how much of the idle time around these calls the fix ends"
     if worst == 1:
         return ""
-    shown = 0.0 if finding.shown_time is None else float(finding.shown_time.value or 0)
-    of_other_step = report.step is not None and report.step.window_differs
-    if not shown or of_other_step or max(gains) > MAX_EVIDENCE_RATIO * shown:
+    shown = _find_time_in_step(finding, report)
+    if not shown or max(gains) > MAX_EVIDENCE_RATIO * shown:
         return ""
     removed, low, high = (t.format_share(min(1.0, gain / shown)) for gain in gains)
     return f"{_REMOVED_SHARE} {removed} of this time ({low} to {high})"
+
+
+def _name_worst_part(finding: Finding, report: Report) -> str:
+    """Say which share of the finding's time the fix removes at worst. Empty if an assumption does
+    not decide it, or if time and gain are not of the same step."""
+    shown, low = _find_time_in_step(finding, report), finding.impact and finding.impact.low_ns
+    has_worst = any(edit.worst_factor is not None for edit in finding.edits)
+    if not has_worst or not low or low > shown:
+        return ""
+    return f"at worst the fix removes {t.format_share(low / shown)} of this time"
+
+
+def _find_time_in_step(finding: Finding, report: Report) -> float:
+    """Return the finding's time in the step of its gain, in ns. 0 if it is not known there."""
+    shown = 0.0 if finding.shown_time is None else float(finding.shown_time.value or 0)
+    if report.step is None or not report.step.window_differs:
+        return shown
+    # On the CPU, all work is shorter in the run's step by the same ratio.
+    return shown * _find_step_ratio(report) if report.scope.device is None else 0.0
+
+
+def _find_step_ratio(report: Report) -> float:
+    """Return the ratio of the run's step to the profiled one, at most 1. 1 if a note need not tell
+    them apart."""
+    scale = min(1.0, report.gain_scale or 1.0)
+    return scale if scale < 1 - MAX_ASSUMED_DIFFERENCE else 1.0
 
 
 _REMOVED_SHARE: Final = "the fix removes about"
@@ -512,11 +541,15 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     operations = {edit.op for edit in finding.edits}
     if operations == {"remove_skew"} and impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns:
         return "the others then wait for the next rank"
-    if impact.is_job_gain:
-        return ""
     if report.scope.device is None:
-        is_hidden = operations == {"overlap"} and impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns
-        return "little independent work is left to run meanwhile" if is_hidden else ""
+        return _explain_smaller_cpu_gain(finding, report, shown_ns)
+    if impact.is_job_gain:
+        is_partial = impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns
+        return (
+            "it is the whole job's, whose ranks wait for each other"
+            if is_partial and operations & _LAUNCH_OR_OVERLAP
+            else ""
+        )
     if finding.subject == HOST_CODE and not is_replayed(finding):  # both are of the run's step
         is_less = impact.gain_ns < MIN_EVIDENCE_RATIO * shown_ns
         return "the GPU works during a part of it" if is_less else ""
@@ -536,11 +569,13 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
         return (
             "only a part of it is in what is replayed" if remaining > 1 - MIN_EVIDENCE_RATIO else ""
         )
-    if (
-        operations == {"drop_launch"}
-        and report.recorded is None
-        and remaining > 1 - MIN_EVIDENCE_RATIO
-    ):
+    # of work, not of the idle time around it
+    of_work = {e.op for e in finding.edits if (e.op, e.select.on) != ("scale", "gap")}
+    if of_work == {"drop_launch"} and remaining > 1 - MIN_EVIDENCE_RATIO:
+        if scale < 1 - MAX_ASSUMED_DIFFERENCE:
+            return _contrast_steps(report)
+        if remaining > MAX_GRAPH_COST_SHARE:
+            return "the host then limits the step"
         return "the profiler lengthens launches, and graphs have launches too"
     removed = shown_ns * (1.0 - max(factors, default=0.0))  # at least
     if impact.gain_ns >= MIN_EVIDENCE_RATIO * removed:
@@ -558,7 +593,7 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
             )
         reason = "little of the other work is independent of it"
         return reason if _is_fully_busy(report) else "the host then limits the step"
-    if operations == {"make_async"}:
+    if of_work == {"make_async"}:
         return "the GPU works during the rest of these waits"
     if not operations <= {"remove", "scale", "merge"}:
         return ""
@@ -578,10 +613,34 @@ def _explain_smaller_gain(finding: Finding, report: Report, shown_ns: float) -> 
     return ", and ".join(reasons)
 
 
+MAX_GRAPH_COST_SHARE: Final = 0.6
+"""Maximum share of idle time before launches that the profiler and launches of graphs explain."""
+_LAUNCH_OR_OVERLAP: Final = {"drop_launch", "overlap"}
+"""Edits whose whole time goes if no other rank delays the step."""
+
+
+def _explain_smaller_cpu_gain(finding: Finding, report: Report, shown_ns: float) -> str:
+    """Say why a fix of a CPU program gains far less than its time in the evidence. Empty if it does
+    not, or if the cause is unknown."""
+    gain_ns = _gain_ns(finding)
+    operations = {edit.op for edit in finding.edits}
+    ratio = _find_step_ratio(report)
+    if gain_ns >= MIN_EVIDENCE_RATIO * shown_ns:
+        return ""
+    reasons = [_contrast_steps(report)] if ratio < 1 else []
+    remaining = 1.0 - gain_ns / max(ratio * shown_ns, 1.0)
+    if operations == {"overlap"} and remaining > 1 - MIN_EVIDENCE_RATIO:
+        reasons.append("little independent work is left to run meanwhile")
+    is_scaled = operations == {"scale"} and any(edit.factor for edit in finding.edits)
+    if is_scaled and remaining > 1 - MIN_EVIDENCE_RATIO and not _gives_share(finding, report):
+        reasons.append(f"about {t.format_share(remaining)} of the work stays")
+    return "; ".join(reasons)
+
+
 def _explain_rest(finding: Finding, report: Report, remaining_share: float) -> str:
     """Say what share of the work remains that a fix makes faster, and why. Empty if the reason of
     the range says which share goes."""
-    if any(_REMOVED_SHARE in reason for reason in range_reasons(finding, report)):
+    if _gives_share(finding, report):
         return ""
     why = "the work remains and becomes faster"
     if any(edit.factor == 1.0 for edit in finding.edits):
@@ -589,6 +648,11 @@ def _explain_rest(finding: Finding, report: Report, remaining_share: float) -> s
     elif all("communication" in edit.select.family for edit in finding.edits):
         why = "the transfer itself remains"
     return f"about {t.format_share(remaining_share)} of it stays, as {why}"
+
+
+def _gives_share(finding: Finding, report: Report) -> bool:
+    """Return whether the reason of the range says which share of the time goes."""
+    return any(_REMOVED_SHARE in reason for reason in range_reasons(finding, report))
 
 
 def _leaves_idle(report: Report, gain_ns: float, removed_ns: float) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from advisor.advise import engine
-from advisor.advise.finding_text import range_reasons, ranked_findings
+from advisor.advise.finding_text import beyond_evidence, range_reasons, ranked_findings
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS
@@ -93,6 +93,8 @@ def test_removed_share_of_a_time_gives_the_gain(report: Report) -> None:
         if removed:
             assert finding.shown_time is not None and finding.impact is not None
             share = (finding.impact.gain_ns or 0) / float(finding.shown_time.value or 0)
+            if "for the run's step" in " ".join(beyond_evidence(finding, report)):
+                share /= report.gain_scale or 1.0
             assert share == pytest.approx(int(removed[1]) / 100, abs=ROUNDING)
 
 

@@ -220,6 +220,7 @@ def _build_card(
     optional = (
         () if finding_text.may_gain_little(finding) else finding_text.range_reasons(finding, report)
     )
+    last_spare = 0 if finding_text.may_gain_little(finding) else 5
     impact = finding.impact
     why = finding_text.new_sentences(finding.summary, report.verdict)
     is_quoted = impact is not None and bool(impact.reason) and impact.reason in report.verdict
@@ -229,7 +230,7 @@ def _build_card(
                 "" if number else "note",
                 [note],
                 "warn",
-                spare=3 if note in minor else 4 * (number > 0 or note in optional),
+                spare=3 if note in minor else 4 if number or note in optional else last_spare,
                 is_note=True,
             )
             for number, note in enumerate(notes)

@@ -11,11 +11,11 @@ from advisor.advise.finding_text import (
     describe_weak_steps,
     gains_of_findings,
     is_conditional,
-    is_replayed,
     is_unseen_code,
     is_unsure,
     ranked_findings,
 )
+from advisor.advise.gain_reasons import is_replayed
 from advisor.advise.program_wording import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t

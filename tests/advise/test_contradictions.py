@@ -14,12 +14,12 @@ from rich.cells import cell_len
 from advisor.advise import engine
 from advisor.advise.engine import AnalysisResult, Options
 from advisor.advise.finding_text import (
-    LATE_CAUSES,
     gain_conditions,
     is_large_note,
     ranked_findings,
     share_of_note,
 )
+from advisor.advise.gain_reasons import LATE_CAUSES
 from advisor.advise.report_charts import build_chosen_fix_sequence, build_fix_sequence
 from advisor.advise.report_text import describe_all_fixes, step_after_fixes
 from advisor.core import text as t

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from advisor.advise import engine
-from advisor.advise.finding_text import beyond_evidence, range_reasons, ranked_findings
+from advisor.advise.finding_text import ranked_findings
+from advisor.advise.gain_reasons import beyond_evidence, range_reasons
 from advisor.core.errors import AdvisorError
 from advisor.core.report import Report
 from advisor.render.formats import REPORTS

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from advisor.advise.engine import analyze
-from advisor.advise.finding_text import beyond_evidence
+from advisor.advise.gain_reasons import beyond_evidence
 from advisor.advise.impact import estimate_impact, scale_to_run
 from advisor.core.finding import Edit, Finding, Select
 from advisor.replay.estimators import ReplayEstimator

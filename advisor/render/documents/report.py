@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Final, get_args
 
-from advisor.advise import finding_text, report_charts, report_text
+from advisor.advise import finding_text, gain_reasons, report_charts, report_text
 from advisor.core import labels
 from advisor.core import text as t
 from advisor.core.finding import Finding, MissingData
@@ -215,26 +215,11 @@ def _build_card(
 ) -> d.Card:
     """Build a finding's card: what, gain, where, why, how, with evidence and caveats on demand.
     ``shared``: caveats shown above all cards. ``fix``, ``main``: as in ``Card``."""
-    notes = finding_text.gain_conditions(finding, report)
-    minor = finding_text.minor_conditions(finding, report)
-    optional = (
-        () if finding_text.may_gain_little(finding) else finding_text.range_reasons(finding, report)
-    )
-    last_spare = 0 if finding_text.may_gain_little(finding) else 5
     impact = finding.impact
     why = finding_text.new_sentences(finding.summary, report.verdict)
     is_quoted = impact is not None and bool(impact.reason) and impact.reason in report.verdict
     fields = [
-        *(
-            d.TextField(
-                "" if number else "note",
-                [note],
-                "warn",
-                spare=3 if note in minor else 4 if number or note in optional else last_spare,
-                is_note=True,
-            )
-            for number, note in enumerate(notes)
-        ),
+        *_list_notes(report, finding),
         *_list_places(report, finding, width),
         d.TextField("why", [why], prose=True, quoted=is_quoted),
         d.TextField("fix", [finding.fix], "strong", prose=True, spare=0 if fix else 2),
@@ -285,6 +270,19 @@ def _build_card(
         main=main,
         brief=fix and finding_text.is_small(finding),
     )
+
+
+def _list_notes(report: Report, finding: Finding) -> Iterator[d.TextField]:
+    """Yield the conditions of a gain. A screen leaves minor ones out first, the first one last; it
+    keeps that of a fix that may gain little."""
+    may_gain_little = finding_text.may_gain_little(finding)
+    minor = finding_text.minor_conditions(finding, report)
+    optional = () if may_gain_little else gain_reasons.range_reasons(finding, report)
+    for number, note in enumerate(finding_text.gain_conditions(finding, report)):
+        last_level = 0 if may_gain_little else 5
+        spare = 3 if note in minor else 4 if number or note in optional else last_level
+        label = "" if number else "note"
+        yield d.TextField(label, [note], "warn", spare=spare, is_note=True)
 
 
 def _list_places(report: Report, finding: Finding, width: int) -> Iterator[d.TextField]:

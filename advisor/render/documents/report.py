@@ -235,6 +235,7 @@ def _build_card(
     confidence = [sure, finding.severity]
     if finding.validation == "synthetic":
         confidence.append("not proven on real traces")
+    said = [*shared, *finding_text.gain_conditions(finding, report)]
     covered = [
         finding_text.covered_line(finding, other)
         for other in finding_text.folded_findings(report, finding)
@@ -255,7 +256,7 @@ def _build_card(
                     d.TextField("verify", [finding.verify]),
                     d.TextField(
                         "caveats",
-                        ["; ".join(finding_text.describe_caveats(finding, [*shared, *notes]))],
+                        ["; ".join(finding_text.describe_caveats(finding, said))],
                         "soft",
                     ),
                     *(

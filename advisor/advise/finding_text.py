@@ -106,12 +106,12 @@ def distinct_places(finding: Finding, limit: int = 3) -> list[Location]:
     return list(result.values())[:limit]
 
 
-def new_sentences(summary: str, said: str) -> str:
+def new_sentences(summary: str, text: str) -> str:
     """Return the sentences of a summary that a text does not contain already."""
     result, rest = [], summary
     while rest:
         sentence, rest = t.split_sentences(rest, 0)
-        result += [sentence] * (sentence not in said)
+        result += [sentence] * (sentence not in text)
     return " ".join(result)
 
 
@@ -390,12 +390,14 @@ def shared_caveats(findings: Sequence[Finding]) -> list[str]:
     return [labels.clean(note) for note, count in counts.items() if count > 1]
 
 
-def describe_caveats(finding: Finding, said: Sequence[str] = ()) -> list[str]:
-    """List why a finding may be wrong: what lowered its confidence, and what it assumes. ``said``:
-    sentences already shown, which are not repeated."""
+def describe_caveats(finding: Finding, sentences: Sequence[str] = ()) -> list[str]:
+    """List why a finding may be wrong: what lowered its confidence, and what it assumes.
+    ``sentences`` are already shown, and not repeated."""
 
     def new(caveats: Sequence[str]) -> list[str]:
-        return [each for each in caveats if not any(labels.clean(each) in text for text in said)]
+        return [
+            each for each in caveats if not any(labels.clean(each) in text for text in sentences)
+        ]
 
     result = new(finding.confidence_notes)
     if assumptions := new(finding.assumptions):

@@ -237,11 +237,11 @@ def _name_largest_host_part(report: Report, a: Analysis, *, computes: bool) -> s
     if computes:
         return f"{label} take {share}{leading}."
     is_other_step = report.step is not None and report.step.window_differs
-    whole = f"a profiled {name_unit(report)}" if is_other_step else "it"
+    subject = f"a profiled {name_unit(report)}" if is_other_step else "it"
     part = "The largest part of"
     if top.share > MAJORITY_SHARE:
         part = "Nearly all of" if top.share >= NEARLY_ALL_SHARE else "Most of"
-    return f"{part} {whole} is {label} ({share}){leading}."
+    return f"{part} {subject} is {label} ({share}){leading}."
 
 
 def _name_longest_operator(report: Report) -> str:

@@ -283,7 +283,7 @@ def without_gain(
     path = estimator.critical_path() if findings else {}
     if not path:
         return []
-    kept = []
+    capped = []
     bound = BoundEstimator(a)
     part, longest = max(path.items(), key=lambda item: item[1])
     share = t.format_share(longest / max(sum(path.values()), 1.0))
@@ -314,12 +314,12 @@ def without_gain(
             )
         if exposed.gain >= floor or exposed.high >= max(floor, WARNING_SHARE * a.step_ns):
             explained = replace(finding, summary=f"{finding.summary} {why}".rstrip())
-            kept.append(
+            capped.append(
                 _without_estimate(
                     explained, f"{reason}{_describe_gain_after(finding, before, estimator, a)}"
                 )
             )
-    return kept
+    return capped
 
 
 def _advise_cheaper(finding: Finding) -> str:

@@ -329,9 +329,9 @@ def _describe_longest(views: Sequence[KernelCounters], waves: str) -> str:
     if longest.profiled > 1:
         same_file = [view for view in views if view.file == longest.file]  # each file is a run
         share = _sum_time(longest) / (sum(map(_sum_time, same_file)) or 1.0)
-        whole = longest.file or "it"
+        subject = longest.file or "it"
         text = (
-            f"{name} takes most time: {t.format_share(share)} of {whole}, in "
+            f"{name} takes most time: {t.format_share(share)} of {subject}, in "
             f"{longest.profiled:,} launches of {duration}"
         )
     use = max(longest.use.values(), default=None)

@@ -105,18 +105,18 @@ def _list_holders(
     ]  # fmt: skip
 
 
-def _list_category_sums(held: dict[str, int]) -> list[MemoryHolder]:
+def _list_category_sums(category_bytes: dict[str, int]) -> list[MemoryHolder]:
     return [
         MemoryHolder(category=name, file=None, line=None, function=None, blocks=0, bytes=size)
-        for name, size in held.items()
+        for name, size in category_bytes.items()
     ]
 
 
 def _list_categories(peak: PeakMemory) -> list[MemoryHolder]:
     return [
         MemoryHolder(category=name, file=None, line=None, function=None,
-                     blocks=_count_blocks(peak, name), bytes=held)
-        for name, held in peak.by_category.items()
+                     blocks=_count_blocks(peak, name), bytes=size)
+        for name, size in peak.by_category.items()
     ]  # fmt: skip
 
 

@@ -286,14 +286,15 @@ def _list_layers(
     calls = int(change.forward_call.max()) + 1
     is_held = peak.history.block_lifetimes.at(peak.event)[change.rows]
     rows, first_index = np.unique(change.rows[is_held], return_index=True)
-    held = np.bincount(
+    call_bytes = np.bincount(
         change.forward_call[is_held][first_index],
         weights=peak.history.block_lifetimes.size[rows],
         minlength=calls,
     )
     times = None if a is None else module_times(a, calls)
     return tuple(
-        RepeatedLayer(int(size), None if times is None else times[n]) for n, size in enumerate(held)
+        RepeatedLayer(int(size), None if times is None else times[n])
+        for n, size in enumerate(call_bytes)
     )
 
 
@@ -346,7 +347,7 @@ def _estimate_cost(
     """Return the time added per step, ns (``None`` if unknown), and what it consists of."""
     lives = peak.history.block_lifetimes
     held_rows = change.rows[lives.at(peak.event)[change.rows]]
-    held = int(lives.size[np.unique(held_rows)].sum())
+    held_bytes = int(lives.size[np.unique(held_rows)].sum())
     link = None if gpu is None else host_rate(gpu)
     if change.name == "checkpointing":
         if phases is None:
@@ -355,9 +356,9 @@ def _estimate_cost(
     if change.name == "offload activations":
         if link is None or phases is None:
             return None, "copies to the host and back: needs a trace and the GPU"
-        moved = held * scale / link * 1e9
+        moved = held_bytes * scale / link * 1e9
         exposed = max(0.0, moved - phases.forward) + max(0.0, moved - phases.backward)
-        return exposed, f"{t.format_bytes(held * scale)} each way, minus what compute hides"
+        return exposed, f"{t.format_bytes(held_bytes * scale)} each way, minus what compute hides"
     if change.name == "offload optimizer state":
         moved = peak.by_category.get("weights", 0) * 2
         if link is None:
@@ -377,7 +378,7 @@ def _estimate_cost(
     if change.name == "autocast without cache":
         if gpu is None:
             return None, "each copy made once more in each pass: needs the GPU"
-        return 2 * 3 * held / memory_rate(gpu) * 1e9, "each copy made once more in each pass"
+        return 2 * 3 * held_bytes / memory_rate(gpu) * 1e9, "each copy made once more in each pass"
     if change.name == "ZeRO 3":
         rate = None if gpu is None else peer_rate(gpu)
         if rate is None:

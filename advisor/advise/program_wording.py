@@ -82,7 +82,7 @@ def without_compilation(finding: Finding, a: Analysis) -> Finding:
         return finding
     if not name_matches(a.trace.cpu["name"], _DOUBLE_BACKWARD_PATTERN).any():
         return finding
-    kept = [
+    sentences = [
         part for part in re.split(r"(?<=\.)\s+", finding.fix) if not _COMPILE_PATTERN.search(part)
     ]
     blocks = []
@@ -90,8 +90,8 @@ def without_compilation(finding: Finding, a: Analysis) -> Finding:
         lines = [line for line in block.split("\n") if "torch.compile(" not in line]
         if "@torch.compile" not in block and any(not line.startswith("#") for line in lines):
             blocks.append("\n".join(lines))
-    if kept:
-        return replace(finding, fix=" ".join(kept), code="\n\n".join(blocks))
+    if sentences:
+        return replace(finding, fix=" ".join(sentences), code="\n\n".join(blocks))
     return replace(
         finding,
         fix="Compile only functions that are differentiated once.",
@@ -113,11 +113,11 @@ def without_known_settings(finding: Finding, a: Analysis) -> Finding:
     if a.run_steps is None or not finding.code:
         return finding
     lines = finding.code.split("\n")
-    kept = [line for line in lines if not _is_set(line, a.run_steps)]
-    if len(kept) == len(lines):
+    code_lines = [line for line in lines if not _is_set(line, a.run_steps)]
+    if len(code_lines) == len(lines):
         return finding
-    has_code = any(line and not line.startswith("#") for line in kept)
-    return replace(finding, code="\n".join(kept).strip("\n") if has_code else "")
+    has_code = any(line and not line.startswith("#") for line in code_lines)
+    return replace(finding, code="\n".join(code_lines).strip("\n") if has_code else "")
 
 
 def _is_set(line: str, run_steps: RunSteps) -> bool:

@@ -85,8 +85,8 @@ def list_limits(a: Analysis, run: Run) -> list[Limit]:
     result = []
     if meta.truncated:
         damage = f" ({meta.damage})" if meta.damage else ""
-        kept = t.count_noun(meta.events_read, "event")
-        result.append(Limit(f"The file is cut off{damage}: {kept} kept.", "cut off"))
+        read_count = t.count_noun(meta.events_read, "event")
+        result.append(Limit(f"The file is cut off{damage}: {read_count} kept.", "cut off"))
     # a recording says whether its machine has a GPU: where there is none, nothing is missing
     on_host = a.rank_record is not None and a.trains_on_host
     if a.trace.gpu.is_empty() and (not on_host or count_launches(a.trace)):

@@ -172,7 +172,7 @@ def build_fix_sequence(report: Report) -> FixSequence | None:
 
 
 def build_chosen_fix_sequence(
-    report: Report, kept: Container[int], estimator: GainEstimator
+    report: Report, priorities: Container[int], estimator: GainEstimator
 ) -> FixSequence | None:
     """Return the sequence with only the kept fixes, by priority. Each saves its gain after the kept
     fixes before it. A fix that is not kept shows its saving after all kept ones."""
@@ -195,15 +195,15 @@ def build_chosen_fix_sequence(
             remaining_ns -= saved[-1]
         return saved
 
-    chosen = [finding for finding in result if finding.priority in kept]
+    chosen = [finding for finding in result if finding.priority in priorities]
     of_kept = savings(chosen)
     remaining_ns, done, fixes = full.measured.left_ns, iter(of_kept), []
     for stair, finding in zip(full.fixes, result, strict=True):
-        if finding.priority in kept:
+        if finding.priority in priorities:
             saved = next(done)
             remaining_ns = max(0.0, remaining_ns - saved)
         else:
-            with_finding = [f for f in result if f.priority in kept or f is finding]
+            with_finding = [f for f in result if f.priority in priorities or f is finding]
             saved = max(0.0, sum(savings(with_finding)) - sum(of_kept))
         shares = {
             "saved_share": saved / report.step_ns,

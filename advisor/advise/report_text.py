@@ -681,8 +681,8 @@ def held_at_peak(report: Report) -> int | None:
 def memory_peak(report: Report) -> str:
     """Format the peak of reserved memory, or of memory in tensors if only that is recorded."""
     peak, capacity = report.memory_peak_bytes, report.memory_capacity_bytes
-    if peak is None and (held := held_at_peak(report)) is not None:
-        return f"{t.format_bytes(held)} in tensors"
+    if peak is None and (amount := held_at_peak(report)) is not None:
+        return f"{t.format_bytes(amount)} in tensors"
     if peak is None or capacity is None:
         return t.format_bytes(peak)
     return f"{t.format_bytes(peak)} of {t.format_bytes(capacity)}"

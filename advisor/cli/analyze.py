@@ -201,8 +201,12 @@ def check_ranks(paths: list[str], options: Options) -> None:
     workers, cluster = options.workers, options.cluster
     if workers is not None and cluster is not None:
         raise AdvisorError("--workers and --cluster: choose one; a cluster has its own workers")
-    given = {"--workers": workers, "--cluster": cluster, "--ranks": options.read.ranks or None}
-    given_names = [name for name, value in given.items() if value is not None]
+    job_options = {
+        "--workers": workers,
+        "--cluster": cluster,
+        "--ranks": options.read.ranks or None,
+    }
+    given_names = [name for name, value in job_options.items() if value is not None]
     if given_names and "-" in paths:
         raise AdvisorError(f"{given_names[0]}: give files and folders, not standard input")
 
@@ -210,8 +214,8 @@ def check_ranks(paths: list[str], options: Options) -> None:
 class RankProgress:
     """Callback that shows how many ranks of a job are done."""
 
-    def __init__(self, shown: Progress) -> None:
-        self._shown = shown
+    def __init__(self, progress: Progress) -> None:
+        self._shown = progress
         self._announced = False
 
     def __call__(self, done: RanksDone) -> None:
@@ -289,12 +293,12 @@ def analyze_paths_in_full(
         )
 
 
-def analyze_with_progress(paths: list[str], options: Options, shown: Progress) -> AnalysisResult:
+def analyze_with_progress(paths: list[str], options: Options, progress: Progress) -> AnalysisResult:
     """Analyse traces with a progress line that the caller continues to use."""
     from advisor.advise.engine import analyze_in_full
 
     _allow_interrupts()
-    return analyze_in_full(paths, options, lambda: shown.show("measuring"))
+    return analyze_in_full(paths, options, lambda: progress.show("measuring"))
 
 
 def _allow_interrupts() -> None:

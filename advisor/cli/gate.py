@@ -81,8 +81,8 @@ def command(
         how = "first, advisor gate --save baseline.json RUN writes the baseline"
         if len(paths) == 1:
             raise AdvisorError(f"no RUN is given: advisor gate {paths[0]} RUN; {how}")
-        given = f"{len(paths)} paths are given" if paths else "no BASELINE and RUN are given"
-        raise AdvisorError(f"{given}: advisor gate baseline.json RUN; {how}")
+        count = f"{len(paths)} paths are given" if paths else "no BASELINE and RUN are given"
+        raise AdvisorError(f"{count}: advisor gate baseline.json RUN; {how}")
     from advisor.compare.comparison import Bounds
     from advisor.compare.gate import compare_with_baseline
 

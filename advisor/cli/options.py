@@ -63,10 +63,10 @@ def _refuse_both(context: typer.Context, parameter: typer.CallbackParam, chosen:
 ALL_DETAILS = "Also show evidence, caveats, skipped checks and limits."
 
 
-def details_option(shown: str) -> typer.models.OptionInfo:
-    """Return the ``--details`` option of a command. ``shown``: help on what it shows."""
+def details_option(help_text: str) -> typer.models.OptionInfo:
+    """Return the ``--details`` option of a command. ``help_text``: help on what it shows."""
     result: typer.models.OptionInfo = typer.Option(
-        "--details/--no-details", show_default=False, callback=_refuse_both, help=shown
+        "--details/--no-details", show_default=False, callback=_refuse_both, help=help_text
     )
     return result
 

@@ -43,16 +43,18 @@ PLAIN_SUFFIXES = (".txt", ".text", ".log", ".out")
 """Suffixes of files that get the same report as the terminal."""
 
 
-def choose_renderer(formats: Formats, given: str | None, output: Path | None) -> Renderer[Any]:
+def choose_renderer(
+    formats: Formats, format_name: str | None, output: Path | None
+) -> Renderer[Any]:
     """Return the renderer for ``--format``, else for the suffix of ``--output``, else the
     terminal's. Raises AdvisorError for an unknown format."""
-    if given is None and output is not None:
-        given = formats.by_suffix(output)
+    if format_name is None and output is not None:
+        format_name = formats.by_suffix(output)
         suffix = output.suffix.lower()
-        if given is None and suffix[1:].isalpha() and suffix not in PLAIN_SUFFIXES:
+        if format_name is None and suffix[1:].isalpha() and suffix not in PLAIN_SUFFIXES:
             known = ", ".join(formats)
             raise AdvisorError(f"{output.name}: no format has this suffix; --format: {known}")
-    return formats.renderer(given or "terminal")
+    return formats.renderer(format_name or "terminal")
 
 
 def format_names(formats: Formats) -> str:
@@ -325,12 +327,12 @@ def newest_run(paths: list[str]) -> list[str]:
         if len(paths) == 1:
             refuse_several(paths[0])
     except (OSError, SeveralRuns) as error:
-        found = error.found[:MAX_RUNS] if isinstance(error, SeveralRuns) else []
-        lines = sorted(map(describe_run, found), key=lambda line: -line.started_unix_ns)
+        run_folders = error.found[:MAX_RUNS] if isinstance(error, SeveralRuns) else []
+        lines = sorted(map(describe_run, run_folders), key=lambda line: -line.started_unix_ns)
         chosen = next((n for n, line in enumerate(lines) if not _why_skipped(line)), None)
         if chosen is not None and len(lines) > 1:
             run, *older = lines[chosen:]
-            total = len(error.found) if isinstance(error, SeveralRuns) else len(found)
+            total = len(error.found) if isinstance(error, SeveralRuns) else len(run_folders)
             chosen_run = (
                 f"{clean(run.path)}, the newest of {total} runs"
                 f"{' that can be analysed' * bool(chosen)}: "

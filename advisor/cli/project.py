@@ -148,16 +148,16 @@ class _MedianRankSteps:
     """Projected steps of the median rank, next to the steps of the slowest rank."""
 
     def __init__(
-        self, pace: PacingRank, median: Projector | None, found: tuple[TargetGpu, ...]
+        self, pace: PacingRank, median: Projector | None, targets: tuple[TargetGpu, ...]
     ) -> None:
-        self.pace, self.found = pace, found
+        self.pace, self.found = pace, targets
         from advisor.core.gpus import known_gpus
 
         gpus = {gpu.name: gpu for gpu in known_gpus()}
         self.median = (
             ()
             if median is None
-            else tuple(median.on(gpus[choice.projection.gpu]) for choice in found)
+            else tuple(median.on(gpus[choice.projection.gpu]) for choice in targets)
         )
         self.measured = None if median is None else median.a.step_ns
 
@@ -194,7 +194,7 @@ def _choose_targets(
 
 
 def _to_plain(
-    projector: Projector, found: tuple[TargetGpu, ...], notes: list[str]
+    projector: Projector, targets: tuple[TargetGpu, ...], notes: list[str]
 ) -> dict[str, Any]:
     """Return the projections as plain data for JSON. Null if it cannot run or has no price."""
     from advisor.replay.ledger import count_comparisons
@@ -203,7 +203,7 @@ def _to_plain(
         "schema": 1, "source": projector.recorded_gpu.name,
         "measured_step_ns": projector.a.step_ns, "replayed": projector.replayed,
         "same_host": projector.same_host, "notes": notes, "rests_on": count_comparisons(),
-        "gpus": [_to_row(c) for c in found],
+        "gpus": [_to_row(c) for c in targets],
     }  # fmt: skip
 
 

@@ -66,8 +66,8 @@ def layer_amounts(before: Report, after: Report) -> list[Amount]:
     sides = before.layers, after.layers
     if sides[0] is None or sides[1] is None or sides[0].on_device != sides[1].on_device:
         return []
-    times, kept = ([Counter[str](), Counter[str]()] for _ in range(2))
-    for layers, self_ns, kept_bytes in zip((sides[0], sides[1]), times, kept, strict=True):
+    times, memory = ([Counter[str](), Counter[str]()] for _ in range(2))
+    for layers, self_ns, kept_bytes in zip((sides[0], sides[1]), times, memory, strict=True):
         for layer in layers.layers:
             suffix = "" if layer.parent is None else f" in {layers.layers[layer.parent].kind}"
             self_ns[layer.kind + suffix] += layer.self_ns  # type: ignore[assignment]
@@ -75,7 +75,7 @@ def layer_amounts(before: Report, after: Report) -> list[Amount]:
                 kept_bytes[layer.kind + suffix] += layer.kept_bytes  # type: ignore[assignment]
         self_ns["outside modules"] += layers.outside_ns  # type: ignore[assignment]
     result = _sort_by_change(times, "ns", "layers")
-    return result + (_sort_by_change(kept, "bytes", "memory by layer") if all(kept) else [])
+    return result + (_sort_by_change(memory, "bytes", "memory by layer") if all(memory) else [])
 
 
 def _sort_by_change(sides: Sequence[Counter[str]], unit: str, group: str) -> list[Amount]:

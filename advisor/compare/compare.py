@@ -73,8 +73,8 @@ def compare(
     """Read, analyze and compare two runs. A saved Report can replace a run; its step times compare
     just as exactly. Raises AdvisorError as ``analyze`` does."""
     sides = [
-        given if isinstance(given, Report) else analyze_in_full(given, options)
-        for given in (before, after)
+        source if isinstance(source, Report) else analyze_in_full(source, options)
+        for source in (before, after)
     ]
     if isinstance(sides[0], AnalysisResult) and isinstance(sides[1], AnalysisResult):
         return compare_examined(sides[0], sides[1])

@@ -30,8 +30,8 @@ def suggest(
     name."""
     from difflib import SequenceMatcher
 
-    def likeness(given: str, other: str) -> float:
-        return SequenceMatcher(None, given, other).ratio()
+    def likeness(name_part: str, other: str) -> float:
+        return SequenceMatcher(None, name_part, other).ratio()
 
     def nearness(other: str) -> float:
         words = re.findall(r"[^\W_]+", other.casefold())

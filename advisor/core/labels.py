@@ -181,8 +181,8 @@ def distinct_labels(
         if look is not last_look:
             texts, last_look = [look(name) for name in long], look
             words = {i: _split_words(text) for i, text in enumerate(texts) if len(text) > width}
-        shown = dict(zip(long, _cut_texts(texts, words, width, share), strict=True))
-        unlabeled = _assign_unique(unlabeled, shown, labels, taken)
+        cut_texts = dict(zip(long, _cut_texts(texts, words, width, share), strict=True))
+        unlabeled = _assign_unique(unlabeled, cut_texts, labels, taken)
     number = 2
     for name in unlabeled:
         labels[name], number = _number_label(tidy_name(name), width, number, taken)
@@ -190,13 +190,13 @@ def distinct_labels(
 
 
 def _assign_unique(
-    names: list[str], shown: dict[str, str], labels: dict[str, str], taken: set[str]
+    names: list[str], cut_texts: dict[str, str], labels: dict[str, str], taken: set[str]
 ) -> list[str]:
     """Assign labels to names whose label is unique, and return the other names."""
-    count = Counter(shown[name] for name in names)
+    count = Counter(cut_texts[name] for name in names)
     left = []
     for name in names:
-        label = shown[name]
+        label = cut_texts[name]
         if label and count[label] == 1 and label not in taken:
             labels[name] = label
         else:
@@ -335,44 +335,44 @@ def _join_label(
 ) -> str:
     """Join head and picked words, and as many words around them as fit. Empty if not all picked
     words fit, unless ``partly``."""
-    kept = set(range(head))
-    if len(_join_words(words, kept)) > width:
+    indices = set(range(head))
+    if len(_join_words(words, indices)) > width:
         return shorten("".join(words), width)
     for place in places:
-        if len(_join_words(words, kept | {place})) <= width:
-            kept.add(place)
+        if len(_join_words(words, indices | {place})) <= width:
+            indices.add(place)
         elif not partly:
             return ""
     # then words around the picked words, at the end, and after the head
-    starts = [place for place in places if place in kept]
+    starts = [place for place in places if place in indices]
     for index, step in [
         *((place, way) for place in starts for way in (-1, 1)),
         (len(words), -1),
         (head - 1, 1),
     ]:
         index += step
-        while 0 <= index < len(words) and index not in kept:
-            if len(_join_words(words, kept | {index})) > width:
+        while 0 <= index < len(words) and index not in indices:
+            if len(_join_words(words, indices | {index})) > width:
                 break
-            kept.add(index)
+            indices.add(index)
             index += step
             if words[index - step] in "<>(), " and index - step not in (head,):
                 break
     for index in range(head, len(words)):  # then the words after the head that fit
-        if index not in kept and len(_join_words(words, kept | {index})) > width:
+        if index not in indices and len(_join_words(words, indices | {index})) > width:
             break
-        kept.add(index)
-    if places and all(_rate_word(words[at]) < 2 for at in kept if at >= head):  # only numbers
+        indices.add(index)
+    if places and all(_rate_word(words[at]) < 2 for at in indices if at >= head):  # only numbers
         best = max(range(head, len(words)), key=lambda at: (_rate_word(words[at]), -at))
-        kept |= {best} if len(_join_words(words, kept | {best})) <= width else set()
-    return _join_words(words, kept)
+        indices |= {best} if len(_join_words(words, indices | {best})) <= width else set()
+    return _join_words(words, indices)
 
 
-def _join_words(words: list[str], kept: set[int]) -> str:
+def _join_words(words: list[str], indices: set[int]) -> str:
     """Join the kept words in order, with a gap in place of words that are left out."""
     parts = [""]
     before = -1
-    for index in sorted(kept):
+    for index in sorted(indices):
         if index != before + 1:
             parts[-1] = parts[-1].rstrip("<(, _:#")
             parts.append("")

@@ -166,15 +166,15 @@ def _salvage_events(piece: bytes, written: RewriteCounts) -> list[Raw]:
     """Return the elements of a damaged piece that are JSON, repaired if necessary."""
     texts, others = split_objects(repair_json(piece)[1:-1])
     written.lost += others
-    kept = []
+    events = []
     for text in texts:
         try:
             msgspec.json.decode(text, type=Raw)
         except DECODE_ERRORS:
             written.lost += 1
             continue
-        kept.append(Raw(text))
-    return kept
+        events.append(Raw(text))
+    return events
 
 
 def _redact_head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, Any]:
@@ -182,9 +182,9 @@ def _redact_head(head: dict[str, Any], redactor: Redactor | None) -> dict[str, A
         return head
     result = {key: redactor.value(value) for key, value in head.items() if key in HEAD_KEYS}
     if isinstance(result.get("distributedInfo"), dict):
-        kept = ("backend", "rank", "world_size", "pg_count", "nccl_version")
+        names = ("backend", "rank", "world_size", "pg_count", "nccl_version")
         distributed = result["distributedInfo"]
-        result["distributedInfo"] = {key: distributed[key] for key in kept if key in distributed}
+        result["distributedInfo"] = {key: distributed[key] for key in names if key in distributed}
     return result
 
 

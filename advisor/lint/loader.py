@@ -127,9 +127,9 @@ def _add_arguments(call: ast.Call, suggested: list[str], *, before_loop: bool) -
     arguments = ast.parse(f"f({', '.join(suggested)})", mode="eval").body
     assert isinstance(arguments, ast.Call)
     new_names = {item.arg for item in arguments.keywords}
-    kept = [item for item in call.keywords if item.arg not in new_names]
+    kept_keywords = [item for item in call.keywords if item.arg not in new_names]
     positional = call.args[:_WORKERS_POSITION]  # further ones are rare, and their names unknown
-    text = ast.unparse(ast.Call(call.func, positional, [*kept, *arguments.keywords]))
+    text = ast.unparse(ast.Call(call.func, positional, [*kept_keywords, *arguments.keywords]))
     return f"loader = {text}   # before the loop" if before_loop else text
 
 
@@ -339,11 +339,11 @@ def _writes_element(source: Script, function: ast.AST, loop: ast.For, node: ast.
     if any(isinstance(part, ast.Slice | ast.Call) for part in ast.walk(target.slice)):
         return False
     return any(
-        isinstance(made, ast.Assign)
-        and isinstance(made.value, ast.Call)
-        and source.qualified_name(made.value.func) in _NEW_TENSORS
-        and any(isinstance(t, ast.Name) and t.id == target.value.id for t in made.targets)
-        for made in ast.walk(function)
+        isinstance(statement, ast.Assign)
+        and isinstance(statement.value, ast.Call)
+        and source.qualified_name(statement.value.func) in _NEW_TENSORS
+        and any(isinstance(t, ast.Name) and t.id == target.value.id for t in statement.targets)
+        for statement in ast.walk(function)
     )
 
 

@@ -387,51 +387,55 @@ class AllowedFolders:
         if not self.folders:
             raise AdvisorError("give the folders that may be read, such as runs/")
 
-    def path(self, given: str) -> Path:
+    def path(self, requested: str) -> Path:
         """Return a file or folder with links resolved. A relative path is below the first folder
         that has it.
 
         Raises AdvisorError if it is outside, missing, or a folder with a link that leads outside.
         """
-        real = self.inside(given)
+        real = self.inside(requested)
         if not real.exists():
-            raise AdvisorError(f"{given}: no such file below the folders that may be read")
+            raise AdvisorError(f"{requested}: no such file below the folders that may be read")
         if real.is_dir():
-            self._check_links(real, given)
+            self._check_links(real, requested)
         return real
 
-    def new_path(self, given: str) -> Path:
+    def new_path(self, requested: str) -> Path:
         """Return a path that does not exist yet, in an existing folder. Raises AdvisorError."""
-        real = self.inside(given)
+        real = self.inside(requested)
         if real.exists():
-            raise AdvisorError(f"{given}: already exists; choose a new path")
+            raise AdvisorError(f"{requested}: already exists; choose a new path")
         if not real.parent.is_dir():
-            raise AdvisorError(f"{given}: parent folder does not exist")
+            raise AdvisorError(f"{requested}: parent folder does not exist")
         return real
 
-    def inside(self, given: str) -> Path:
+    def inside(self, requested: str) -> Path:
         """Return a path with links resolved, existing or not. Raises AdvisorError if outside."""
-        if not given or len(given) > LONGEST_PATH or "\0" in given:
+        if not requested or len(requested) > LONGEST_PATH or "\0" in requested:
             raise AdvisorError("give a path below the folders that may be read")
-        candidates = [folder / given for folder in self.folders]  # an absolute path stays as it is
+        candidates = [
+            folder / requested for folder in self.folders
+        ]  # an absolute path stays as it is
         # realpath resolves `..` behind a link as the system does
         real_paths = [Path(os.path.realpath(candidate)) for candidate in candidates]
         inside = [item for item in real_paths if self.contains(item)]
         if not inside:
-            raise AdvisorError(f"{given}: outside the folders that may be read")
+            raise AdvisorError(f"{requested}: outside the folders that may be read")
         return next((item for item in inside if item.exists()), inside[0])
 
     def contains(self, real: Path) -> bool:
         """Return whether a path without links is one of the folders or below one."""
         return any(real == folder or folder in real.parents for folder in self.folders)
 
-    def _check_links(self, folder: Path, given: str) -> None:
+    def _check_links(self, folder: Path, requested: str) -> None:
         for count, entry in enumerate(iterate_entries(folder)):
             if count >= MAX_FOLDER_ENTRIES:
-                raise AdvisorError(f"{given}: more than {MAX_FOLDER_ENTRIES:,} files; give one run")
+                raise AdvisorError(
+                    f"{requested}: more than {MAX_FOLDER_ENTRIES:,} files; give one run"
+                )
             if entry.is_symlink() and not self.contains(Path(os.path.realpath(entry.path))):
                 raise AdvisorError(
-                    f"{given}: a link in it leads outside the folders that may be read"
+                    f"{requested}: a link in it leads outside the folders that may be read"
                 )
 
 

@@ -187,8 +187,8 @@ class Analysis:
     def auxiliary_inputs(self) -> tuple[AuxiliaryInput, ...]:
         """Inputs other than a trace and a record, given with one or alone."""
         meta = self.trace.meta
-        given = () if self.snapshot is None else (SNAPSHOT,)
-        return tuple(kind for kind in AUXILIARY_INPUTS if kind in given or kind.is_in(meta))
+        snapshots = () if self.snapshot is None else (SNAPSHOT,)
+        return tuple(kind for kind in AUXILIARY_INPUTS if kind in snapshots or kind.is_in(meta))
 
     @_Measurement
     def record_only(self) -> bool:

@@ -64,12 +64,12 @@ def merged_logs(traces: Iterable[Trace]) -> dict[str, Any]:
     return result
 
 
-def with_logs(traces: list[Trace], given: Iterable[Trace] = ()) -> list[Trace]:
-    """Attach the logs among the traces to the other traces. ``given`` logs replace logs of the same
+def with_logs(traces: list[Trace], logs: Iterable[Trace] = ()) -> list[Trace]:
+    """Attach the logs among the traces to the other traces. ``logs`` logs replace logs of the same
     kind. If there are only logs, return one trace that holds them all."""
-    given = list(given)
+    logs = list(logs)
     plain = [trace for trace in traces if not merged_logs([trace])]
-    fields = merged_logs(traces) | merged_logs(given) if plain else merged_logs([*traces, *given])
+    fields = merged_logs(traces) | merged_logs(logs) if plain else merged_logs([*traces, *logs])
     if not fields:
         return traces
     if not plain:

@@ -131,10 +131,10 @@ def open_run(
 
 
 def _read_files(
-    files: Sequence[str | RemoteFile], options: ReadOptions | None, given: str | Path
+    files: Sequence[str | RemoteFile], options: ReadOptions | None, path: str | Path
 ) -> tuple[list[Trace], list[str]]:
     """Read the files. Of several files, return a line for each that is not a trace. Raises
-    AdvisorError if none is a trace. ``given``: path that the error names."""
+    AdvisorError if none is a trace. ``path``: path that the error names."""
     if len(files) == 1:
         return [_read_file(files[0], options)], []
     results = [_read_or_explain(file, options) for file in files]
@@ -142,31 +142,29 @@ def _read_files(
     problems = [result for result in results if isinstance(result, str)]
     if not traces:
         message = f"none of the {len(files)} files is a readable trace; first: {problems[0]}"
-        raise AdvisorError(f"{_format_path(given)}: {message}")
+        raise AdvisorError(f"{_format_path(path)}: {message}")
     return traces, problems
 
 
 def _keep_ranks(
-    by_rank: dict[int, list[Trace]], rank: int | None, ranks: RankFilter | None, given: str | Path
+    by_rank: dict[int, list[Trace]], rank: int | None, ranks: RankFilter | None, path: str | Path
 ) -> dict[int, list[Trace]]:
     """Return the windows of the requested ranks. Raises AdvisorError if there are none."""
     if rank is not None:
         if rank not in by_rank:
             present = _format_ranks(by_rank)
             advice = "; leave out --rank" * (len(by_rank) == 1)
-            raise AdvisorError(
-                f"{_format_path(given)}: no trace of rank {rank} ({present}){advice}"
-            )
+            raise AdvisorError(f"{_format_path(path)}: no trace of rank {rank} ({present}){advice}")
         return {rank: by_rank[rank]}
     if ranks is None:
         return by_rank
-    kept = {
+    chosen_windows = {
         rank_number: windows for rank_number, windows in by_rank.items() if rank_number in ranks
     }
-    if not kept:
+    if not chosen_windows:
         raise AdvisorError(f"--ranks {ranks.text}: no trace of these ({_format_ranks(by_rank)})")
     ranks.refuse_missing(by_rank)
-    return kept
+    return chosen_windows
 
 
 def _with_recorded_logs(run: Run, options: ReadOptions | None) -> Run:
@@ -337,12 +335,12 @@ def _to_local_path(path: str | Path, options: ReadOptions | None) -> str | Path:
     return text if local is None else Path(local)
 
 
-def _is_remote(given: str | Path) -> bool:
-    return isinstance(given, str) and is_url(given)
+def _is_remote(path: str | Path) -> bool:
+    return isinstance(path, str) and is_url(path)
 
 
-def _format_path(given: str | Path) -> str:
-    return redact_url(given) if isinstance(given, str) else str(given)
+def _format_path(path: str | Path) -> str:
+    return redact_url(path) if isinstance(path, str) else str(path)
 
 
 def _format_ranks(numbers: Iterable[int]) -> str:
@@ -356,20 +354,20 @@ def _select_files_of_ranks(
 ) -> list[str | RemoteFile]:
     """Drop remote files whose names show another rank, so that they are not fetched. Raises
     AdvisorError if none is left, or if there are more than can be kept at a time."""
-    kept = [
+    kept_files = [
         file
         for file in files
         if isinstance(file, str) or ranks is None or file.rank is None or file.rank in ranks
     ]
-    if sum(isinstance(file, RemoteFile) for file in kept) > MAX_ELSEWHERE:
+    if sum(isinstance(file, RemoteFile) for file in kept_files) > MAX_ELSEWHERE:
         raise AdvisorError(
-            f"{len(kept)} remote traces, more than {MAX_ELSEWHERE} to hold at once; measure them "
-            "one by one (advisor analyze --workers N), or choose some, as with --ranks 0-7"
+            f"{len(kept_files)} remote traces, more than {MAX_ELSEWHERE} to hold at once; measure "
+            "them one by one (advisor analyze --workers N), or choose some, as with --ranks 0-7"
         )
-    if not kept:
+    if not kept_files:
         present = ", ".join(str(file.rank) for file in files[:20] if isinstance(file, RemoteFile))
         raise AdvisorError(f"no trace of the ranks that were chosen (by the names: {present})")
-    return kept
+    return kept_files
 
 
 def _read_file(file: str | RemoteFile, options: ReadOptions | None) -> Trace:
@@ -464,14 +462,14 @@ def _read_or_explain(file: str | RemoteFile, options: ReadOptions | None) -> Tra
         return str(error)
 
 
-def trace_files(given: str | Path, one_of_several: bool) -> list[str | RemoteFile]:
+def trace_files(path: str | Path, one_of_several: bool) -> list[str | RemoteFile]:
     """Return the trace files that a path, or a URL given as text, stands for. Raises AdvisorError
     for a directory without traces, or a missing path (if it is the only one, the reader does)."""
-    if isinstance(given, str) and _is_remote(given):
+    if isinstance(path, str) and _is_remote(path):
         from advisor.read.remote.places import find_files
 
-        return list(find_files(given, wanted_traces))
-    return list(_find_files(str(given), one_of_several))
+        return list(find_files(path, wanted_traces))
+    return list(_find_files(str(path), one_of_several))
 
 
 def _find_files(path: str, one_of_several: bool) -> list[str]:
@@ -504,16 +502,16 @@ def _find_files(path: str, one_of_several: bool) -> list[str]:
     return result
 
 
-def _find_only_run(given: str | Path) -> str | Path:
+def _find_only_run(path: str | Path) -> str | Path:
     """Return the run in a folder that holds only one run, and any other path unchanged."""
     try:
-        refuse_several(str(given))
+        refuse_several(str(path))
     except SeveralRuns as several:
         if len(several.found) == 1:
             return several.found[0]
     except OSError:
         pass
-    return given
+    return path
 
 
 def refuse_several(path: str) -> None:
@@ -581,13 +579,13 @@ def _find_by_content(folder: Path) -> list[str]:
 
 def _remove_duplicates(files: list[str | RemoteFile]) -> list[str | RemoteFile]:
     """Return each file once, however often and by whatever path it was given."""
-    kept: dict[str, str | RemoteFile] = {}
+    unique_files: dict[str, str | RemoteFile] = {}
     for file in files:
         address = file.at if isinstance(file, RemoteFile) else file
-        kept.setdefault(
+        unique_files.setdefault(
             address if address == "-" or is_url(address) else os.path.realpath(address), file
         )
-    return list(kept.values())
+    return list(unique_files.values())
 
 
 def _group_by_rank(traces: list[Trace]) -> dict[int, list[Trace]]:

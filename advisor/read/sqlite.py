@@ -192,8 +192,8 @@ def typed_column(name: str, values: Sequence[Any], kind: Any) -> pl.Series:
         accepted_types = (str,)
     elif kind == pl.Float64:
         accepted_types = (int, float)
-    kept = [value if isinstance(value, accepted_types) else None for value in values]
-    return pl.Series(name, kept, dtype=kind, strict=False)
+    valid_values = [value if isinstance(value, accepted_types) else None for value in values]
+    return pl.Series(name, valid_values, dtype=kind, strict=False)
 
 
 def narrow_integers(rows: pl.DataFrame) -> pl.DataFrame:
@@ -257,7 +257,7 @@ def open_database(source: ByteSource, options: ReadOptions) -> Iterator[Database
 
 
 @contextmanager
-def _open_plain(path: str, shown: str, size: int) -> Iterator[Database]:
+def _open_plain(path: str, name: str, size: int) -> Iterator[Database]:
     try:
         with _connect(path) as connection:
             checks_left = max(_MIN_CHECKS, size * _MAX_STEPS_PER_BYTE // _CHECK_INTERVAL)
@@ -269,9 +269,9 @@ def _open_plain(path: str, shown: str, size: int) -> Iterator[Database]:
 
             connection.set_progress_handler(count_check, _CHECK_INTERVAL)
             with _pause_garbage_collection():
-                yield Database(connection, shown)
+                yield Database(connection, name)
     except sqlite3.Error as error:
-        raise AdvisorError(f"{shown}: {_describe_damage(error)}") from None
+        raise AdvisorError(f"{name}: {_describe_damage(error)}") from None
 
 
 @contextmanager

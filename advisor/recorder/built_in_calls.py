@@ -83,7 +83,7 @@ def used_names(code: CodeType) -> list[tuple[str, int]]:
     if len(code.co_code) > _MAX_CODE:
         return []
     inner = [part for part in code.co_consts if type(part) is CodeType]
-    found = dict.fromkeys(name for part in inner for name in used_names(part))
+    names = dict.fromkeys(name for part in inner for name in used_names(part))
     before: list[Any] = ["", ""]
     for instruction in dis.get_instructions(code):
         kind, position = instruction.opname, instruction.positions
@@ -94,8 +94,8 @@ def used_names(code: CodeType) -> list[tuple[str, int]]:
             name = str(instruction.argval)
         before = [before[1], instruction.argval]
         if name:
-            found[name, position.lineno] = None
-    return list(found)
+            names[name, position.lineno] = None
+    return list(names)
 
 
 def membership_tests(code: CodeType, names: dict[str, Any]) -> list[tuple[CodeType, int]]:
@@ -161,18 +161,18 @@ def _made_tables(code: CodeType, names: dict[str, Any]) -> tuple[set[str], set[s
         if len(each.co_code) > _MAX_CODE:
             continue
         time.sleep(YIELD_SECONDS)
-        made = sets = 0  # the last lines that make a table, and a set
+        table_line = sets = 0  # the last lines that make a table, and a set
         for instruction in dis.get_instructions(each):
             position = instruction.positions
             line = 0 if position is None else position.lineno or 0
             value = instruction.argval
             name = value.co_name if type(value) is CodeType else _last_name(instruction)
             if name in _SETS or instruction.opname in ("BUILD_SET", "SET_ADD"):
-                made = sets = line
+                table_line = sets = line
             elif name in _TABLES or instruction.opname in ("BUILD_MAP", "MAP_ADD"):
-                made = line
+                table_line = line
             elif instruction.opname.startswith("STORE_"):
-                tables |= {name} if made == line else set()
+                tables |= {name} if table_line == line else set()
                 rows |= {name} if sets == line else set()
     return tables, rows
 

@@ -136,7 +136,7 @@ def _encode_record(
         metadata = {**metadata, "compilation_metrics": kept_metrics}
     elif kind:
         metadata = {**metadata, kind: {}}
-        lines = [str(found[1]) for found in _LINES_TO_KEEP[kind].finditer(str(payload))]
+        lines = [str(line_match[1]) for line_match in _LINES_TO_KEEP[kind].finditer(str(payload))]
     elif metadata.get("artifact", {}).get("name") in _ARTIFACTS:
         # torch's own stack follows the user's, of which only the places are kept
         message = str(payload).partition("\nTraceback (most recent call last)")[0]
@@ -199,13 +199,13 @@ class NetworkKeeper(BackgroundThread):
         with source.open("rb") as file:
             data = file.read(_MAX_COPIED)
         self._size = len(data)
-        kept = [
+        lines = [
             clean_value(line[:_MAX_LINE].decode("utf-8", "replace"))
             for line in data.split(b"\n")
             if _NCCL_LINE.search(line[:_MAX_LINE])
         ]
         hidden = self._folder / f".{NCCL_LOG}"
-        hidden.write_text("\n".join([*kept, ""]), encoding="utf-8")
+        hidden.write_text("\n".join([*lines, ""]), encoding="utf-8")
         hidden.replace(self._folder / NCCL_LOG)
 
 

@@ -226,12 +226,12 @@ class UnusedGradientFinder:
                 ):
                     check.dropped.add(key)
                 check.decided.add(key)
-        made = {
+        checks = {
             key
             for key, gradient in gradients.items()
             if (earlier := before.get(key)) is None or _is_new(earlier, gradient)
         }
-        self._checks.append(_Check(id(optimizer), gradients, made, set(), set()))
+        self._checks.append(_Check(id(optimizer), gradients, checks, set(), set()))
 
     def _report_dropped(self) -> None:
         """Write the passes that drop gradients of another optimizer's parameters."""

@@ -396,10 +396,12 @@ class InferenceStepFinder:
             return
         self._unconfirmed.append(step._replace(marks=None))
         if len(self._unconfirmed) >= MIN_LOOP_STEPS:
-            kept, self._unconfirmed = self._unconfirmed, []
-            for result in kept:
+            unconfirmed, self._unconfirmed = self._unconfirmed, []
+            for result in unconfirmed:
                 self.count += 1
-                self._emit(result._replace(is_backdated=is_backdated or result is not kept[-1]))
+                self._emit(
+                    result._replace(is_backdated=is_backdated or result is not unconfirmed[-1])
+                )
 
 
 def _is_cycle(modules: list[int]) -> bool:

@@ -99,13 +99,13 @@ class TokenPadding:
         if is_intercepted(torch):
             return
         with torch._C.DisableTorchFunction():
-            given: list[tuple[str | None, Any]] = []
-            collect_tensors((args, kwargs), None, given, 0)
+            named_tensors: list[tuple[str | None, Any]] = []
+            collect_tensors((args, kwargs), None, named_tensors, 0)
             labels = None
             if vocabulary:
-                found_labels = (_find_labels(tensor, uploads) for _, tensor in given)
+                found_labels = (_find_labels(tensor, uploads) for _, tensor in named_tensors)
                 labels = next(filter(None, found_labels), None)
-            padding = self._measure_inputs(given, vocabulary, uploads)
+            padding = self._measure_inputs(named_tensors, vocabulary, uploads)
         self._samples += padding is not None or labels is not None
         if labels is not None:
             self._write_event("labels", labels)
@@ -113,11 +113,11 @@ class TokenPadding:
             del padding["largest"]
             self._write_event("padding", padding)
 
-    def on_loss(self, given: Mapping[str, Any]) -> None:
+    def on_loss(self, arguments: Mapping[str, Any]) -> None:
         """Examine the labels among a loss's arguments, once per call. Any thread may call this."""
-        scores: Any = given.get("input")
-        labels: Any = given.get("target")
-        ignored = given.get("ignore_index", IGNORED)
+        scores: Any = arguments.get("input")
+        labels: Any = arguments.get("target")
+        ignored = arguments.get("ignore_index", IGNORED)
         if (
             self._losses >= _MAX_SAMPLES
             or labels is self._last_labels()
@@ -143,7 +143,7 @@ class TokenPadding:
 
     def _measure_inputs(
         self,
-        given: list[tuple[str | None, Any]],
+        named_tensors: list[tuple[str | None, Any]],
         vocabulary: int,
         uploads: dict[tuple[int, ...], Any],
     ) -> dict[str, Any] | None:
@@ -151,9 +151,9 @@ class TokenPadding:
         the largest feature sequences."""
         best: dict[str, Any] | None = None
         if not vocabulary:
-            signals = [self._measure_signal(tensor, uploads) for _, tensor in given]
+            signals = [self._measure_signal(tensor, uploads) for _, tensor in named_tensors]
             return max(filter(None, signals), key=lambda s: s["rows"] * s["columns"], default=None)
-        for name, tensor in given:
+        for name, tensor in named_tensors:
             ids = _read_ids(tensor)
             if name in MASKS and ids is not None:
                 padding = measure_mask(ids != 0 if MASKS[name] else ids == 0)
@@ -240,22 +240,22 @@ def _as_array(tensor: Any) -> Any:
 
 
 def collect_tensors(
-    value: Any, name: str | None, given: list[tuple[str | None, Any]], depth: int
+    value: Any, name: str | None, named_tensors: list[tuple[str | None, Any]], depth: int
 ) -> None:
     """Collect tensors and their argument names from the usual containers."""
     from torch import Tensor
 
     kind = type(value)
     if kind is Tensor:
-        given.append((name, value))
-    elif depth > MAX_BATCH_DEPTH or len(given) >= MAX_TENSORS:
+        named_tensors.append((name, value))
+    elif depth > MAX_BATCH_DEPTH or len(named_tensors) >= MAX_TENSORS:
         return
     elif kind is list or kind is tuple:
         for part in value[:MAX_TENSORS]:
-            collect_tensors(part, name, given, depth + 1)
+            collect_tensors(part, name, named_tensors, depth + 1)
     elif isinstance(value, Mapping) and (kind is dict or is_mapping(value)):
         for key, part in list(value.items())[:MAX_TENSORS]:
-            collect_tensors(part, key if isinstance(key, str) else None, given, depth + 1)
+            collect_tensors(part, key if isinstance(key, str) else None, named_tensors, depth + 1)
 
 
 def measure_ids(ids: Any) -> dict[str, Any] | None:

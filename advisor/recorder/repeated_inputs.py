@@ -184,9 +184,9 @@ def _unless_intercepted(look: Callable[[], _T]) -> _T | None:
     return None
 
 
-def _list_tensors(given: Any) -> list[Any]:
+def _list_tensors(arguments: Any) -> list[Any]:
     named: list[tuple[str | None, Any]] = []
-    collect_tensors(given, None, named, 0)
+    collect_tensors(arguments, None, named, 0)
     return [tensor for _, tensor in named]
 
 

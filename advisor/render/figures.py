@@ -269,9 +269,9 @@ class FixSequenceFigure(Figure):
         rows = []
         for stair in sequence.all:
             left = min(stair.left_share * 100, 100)
-            whole = min((stair.left_share + stair.saved_share) * 100, 100)
+            before = min((stair.left_share + stair.saved_share) * 100, 100)
             track = tag(
-                "svg", _draw_rect("c-left", 0, left), _draw_rect("c-saved", left, whole - left),
+                "svg", _draw_rect("c-left", 0, left), _draw_rect("c-saved", left, before - left),
                 viewBox="0 0 100 10", preserveAspectRatio="none", aria_hidden="true",
                 focusable="false",
             )  # fmt: skip

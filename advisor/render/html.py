@@ -25,10 +25,10 @@ def esc(text: object, *, lines: bool = False) -> str:
 def tag(name: str, *children: object, cls: str = "", **attributes: object) -> Markup:
     """Return an element. Children other than :class:`Markup` are escaped. ``None`` and empty
     children and attributes are left out. Underscores in attribute names become hyphens."""
-    given = {"class": cls, **attributes}
+    all_attributes = {"class": cls, **attributes}
     shown = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_clean_text(value)}"'
-        for key, value in given.items()
+        for key, value in all_attributes.items()
         if value not in (None, "")
     )
     return Markup(f"<{name}{shown}>{join(*children)}</{name}>")

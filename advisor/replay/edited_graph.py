@@ -125,8 +125,8 @@ class GraphEdits:
         early = np.flatnonzero(stream & (weight < 0) & (weight > NEVER))
         targets = graph.dst[early]
         excess = np.maximum(-weight[early] - self.dur[targets], 0.0)
-        kept = np.minimum(dur[targets] / np.maximum(self.dur[targets], 1.0), 1.0)
-        weight[early] = (weight[early] + excess) * kept - excess
+        shares = np.minimum(dur[targets] / np.maximum(self.dur[targets], 1.0), 1.0)
+        weight[early] = (weight[early] + excess) * shares - excess
         self._shrink_host_edges(weight)
         if self.batch != 1.0:
             loaded = graph.kind[graph.dst] == NodeKind.LOADER_END
@@ -225,14 +225,14 @@ def saved_between(
     if not parts:
         return np.zeros(len(start))
     bounds = np.unique(np.concatenate([c for p in [*parts, (hidden, 1.0)] for c in p[0]]))
-    kept = np.ones(len(bounds))
+    shares = np.ones(len(bounds))
     for time, share in [*parts, (hidden, np.nan)]:
         change = np.zeros(len(bounds), dtype=np.int64)
         change[np.searchsorted(bounds, time.start)] += 1
         change[np.searchsorted(bounds, time.end)] -= 1
         inside = np.cumsum(change) > 0
-        kept[inside] = 1.0 if np.isnan(share) else kept[inside] * share
-    removed = np.append(0.0, np.cumsum((1.0 - kept[:-1]) * np.diff(bounds)))
+        shares[inside] = 1.0 if np.isnan(share) else shares[inside] * share
+    removed = np.append(0.0, np.cumsum((1.0 - shares[:-1]) * np.diff(bounds)))
     if not len(bounds):
         return np.zeros(len(start))
     result: Array = np.interp(end, bounds, removed) - np.interp(start, bounds, removed)

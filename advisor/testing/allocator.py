@@ -410,7 +410,7 @@ class Training:
                 m.alloc(self.leak)
         return activations
 
-    def backward(self, held: list[int]) -> None:
+    def backward(self, activations: list[int]) -> None:
         """Allocate gradients in autograd's thread, and free the activations meanwhile."""
         m = self.m
         with m.alone():
@@ -426,10 +426,10 @@ class Training:
                     self.gradients.append(grad)
                 else:
                     m.free(grad)  # it was added to the existing gradient
-                layer_activations = held[number * 3 : number * 3 + 3]
+                layer_activations = activations[number * 3 : number * 3 + 3]
                 for address in reversed(layer_activations):
                     m.free(address)
-            for address in held[3 * self.layers :]:
+            for address in activations[3 * self.layers :]:
                 m.free(address)
             if upstream is not None:
                 m.free(upstream)

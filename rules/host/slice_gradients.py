@@ -173,8 +173,8 @@ def _build_loop(
     for _ in b.steps(5):
         b.compute("aten::linear", 2000)
         for step in range(count):
-            whole = f"[16, {80 if one_tensor else 80 + step}, 64]"
-            concrete = ["", whole, "1", str(step)]
+            shape = f"[16, {80 if one_tensor else 80 + step}, 64]"
+            concrete = ["", shape, "1", str(step)]
             with b.op("autograd::engine::evaluate_function: SelectBackward0"):
                 b.compute(
                     "aten::select_backward",

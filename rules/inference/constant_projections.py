@@ -261,8 +261,11 @@ def _split_passes(a: Analysis) -> list[Pass]:
     table = outermost_in_steps(a).drop_nulls("inputs").sort("ts").head(_MAX_CALLS)
     if not table["name"].is_in([EMBEDDING]).any():
         return []
-    given = {at: inputs_at(a, at) for at in table["inputs"].unique().to_list()}
-    calls = [(row, name, given[at]) for row, name, at in table["row", "name", "inputs"].iter_rows()]
+    inputs_by_row = {at: inputs_at(a, at) for at in table["inputs"].unique().to_list()}
+    calls = [
+        (row, name, inputs_by_row[at])
+        for row, name, at in table["row", "name", "inputs"].iter_rows()
+    ]
     embedded = {_shape(x)[0] for _, op, x in calls if op == EMBEDDING and len(_shape(x)) == 2}
     scored = {_shape(x)[-1] for _, name, x in calls if name in CHOICE_OPS and _shape(x)}
     vocabulary = max(embedded & scored, default=0)

@@ -83,19 +83,19 @@ class UnfilledCache(Rule):
         caches = self._find_partly_filled(a)
         if not caches:
             return
-        for cache, found in caches.items():
+        for cache, cache_calls in caches.items():
             slots = cache[-2]
-            shares = np.array(found.filled) / slots
+            shares = np.array(cache_calls.filled) / slots
             if shares.mean() > self.max_filled_share:
                 continue
-            rows = np.array(found.rows)
+            rows = np.array(cache_calls.rows)
             ns = time_of_operators(a, rows)
             values = np.unique(shares)
             times = [max(1, time_of_operators(a, rows[shares == share])) for share in values]
             empty_ns = ns * float(np.average(1 - values, weights=times))
             if empty_ns < self.min_share * a.span_ns:
                 continue
-            most = max(found.filled)
+            most = max(cache_calls.filled)
             yield Finding(
                 summary=(
                     f"The cache has {slots:,} slots, and at most {most:,} hold tokens in these "
@@ -150,9 +150,9 @@ class UnfilledCache(Rule):
             slice_before = None
             for cache in _list_caches(name, x) if filled and name != COPY else ():
                 if cache in filled:
-                    found = result.setdefault(cache, PartlyFilled([], []))
-                    found.rows.append(row)
-                    found.filled.append(filled[cache])
+                    cache_calls = result.setdefault(cache, PartlyFilled([], []))
+                    cache_calls.rows.append(row)
+                    cache_calls.filled.append(filled[cache])
                     break
         return result
 
@@ -212,8 +212,8 @@ def _build_decoding(
         end = first + number
         cache, query = [24, 8, slots, 32], [24, 8, 1, 32]
         for _ in range(2):
-            given = ["", "2", str(end - 1), str(end), "1"]
-            b.on_host(SLICE, 3, [cache, [], [], [], []], concrete=given)
+            slice_arguments = ["", "2", str(end - 1), str(end), "1"]
+            b.on_host(SLICE, 3, [cache, [], [], [], []], concrete=slice_arguments)
             b.compute(COPY, 5, [query, query, []])
         keys = [24, 8, end, 32] if cut else cache
         if by_hand:

@@ -96,28 +96,28 @@ class WholeRecordItems(Rule):
         waits = find_waits(a, SINGLE_PROCESS)
         if waits is None:
             return
-        found = self._find_whole_records(a, waits.host)
-        if found is None:
+        records = self._find_whole_records(a, waits.host)
+        if records is None:
             return
-        ns = found.share * waits.exposed
+        ns = records.share * waits.exposed
         if ns < self.min_share * a.span_ns:
             return
         yield Finding(
             summary=(
-                f"Items keep {found.kept:,} of {found.length:,} elements of a record, and compute "
-                f"on all of it. This takes {of_step(a, ns)}."
+                f"Items keep {records.kept:,} of {records.length:,} elements of a record, and "
+                f"compute on all of it. This takes {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "loading", waits.exposed),
-                Evidence("operators on whole records, share of loading", found.share, "share"),
-                self.compare("length of a record", found.length, "min_length", "count"),
+                Evidence("operators on whole records, share of loading", records.share, "share"),
+                self.compare("length of a record", records.length, "min_length", "count"),
                 self.compare(
-                    "part that an item keeps", found.kept / found.length, "max_kept_share"
+                    "part that an item keeps", records.kept / records.length, "max_kept_share"
                 ),
                 self.compare_share(a, "work on whole records", ns),
             ],
-            where=costliest_places(a, found.rows, top=1),
-            **self._estimate(a, found.share),
+            where=costliest_places(a, records.rows, top=1),
+            **self._estimate(a, records.share),
         )
 
     def _estimate(self, a: Analysis, share: float) -> dict[str, Any]:
@@ -159,12 +159,12 @@ class WholeRecordItems(Rule):
         long = {i for i, x in inputs.items() if _longest(x) >= least}
         names, indices = table["name"].to_list(), table["inputs"].to_list()
         is_whole = [i in long and name not in VIEWS for name, i in zip(names, indices, strict=True)]
-        whole = table.filter(is_whole)
+        on_records = table.filter(is_whole)
         computing = table.filter([name not in VIEWS for name in names])
-        if whole.is_empty():
+        if on_records.is_empty():
             return None
-        share = float(whole["ns"].sum()) / max(1, int(computing["ns"].sum()))
-        return _WholeRecords(whole["row"].to_numpy(), share, length, kept)
+        share = float(on_records["ns"].sum()) / max(1, int(computing["ns"].sum()))
+        return _WholeRecords(on_records["row"].to_numpy(), share, length, kept)
 
     @staticmethod
     def examples() -> Examples:

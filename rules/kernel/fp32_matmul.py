@@ -650,8 +650,8 @@ class MixedPrecisionOff(Fp32Matmul):
             names = a.trace.gpu["name"].gather(np.flatnonzero(attention)).cast(pl.String)
             select = kernel_work.select_kernels(names.unique().to_list())
             edits.append(kernel_work.scale_kernels(a, attention, saved, select))
-            found = finding.summary.replace(". ", f", and attention {attention_time}. ", 1)
-            finding = replace(finding, summary=found)
+            with_attention = finding.summary.replace(". ", f", and attention {attention_time}. ", 1)
+            finding = replace(finding, summary=with_attention)
         dtypes = a.kernels["dtype"].filter(pl.Series(a.in_window & matrix))
         half_dtypes = dtypes.filter(dtypes.is_in(["bf16", "fp16"])).mode()
         text = {"title": self.title}

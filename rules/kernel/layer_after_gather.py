@@ -79,17 +79,17 @@ class LayerAfterGather(Rule):
     def check(self, a: Analysis) -> Outcomes:
         if not a.span_ns or a.trace.inputs.is_empty():
             return
-        found = _find_repeated(a, self.min_repeats)
-        if not found:
+        gathers = _find_repeated(a, self.min_repeats)
+        if not gathers:
             return
-        rows = np.array([each.layer for each in found])
+        rows = np.array([each.layer for each in gathers])
         every, backward_rows = with_backward(a, rows)
         ns = time_of_operators(a, every)
-        needed = sum(each.source[0] for each in found) / sum(each.gathered for each in found)
+        needed = sum(each.source[0] for each in gathers) / sum(each.gathered for each in gathers)
         saved = [ns * (1 - needed), ns * (1 - 0.5 * needed), ns * max(0.0, 0.8 - 2 * needed)]
         if saved[0] < self.min_share * a.span_ns:
             return
-        largest = max(found, key=lambda each: each.gathered)
+        largest = max(gathers, key=lambda each: each.gathered)
         backward = " With its backward pass this" if len(backward_rows) else " This"
         yield Finding(
             summary=(
@@ -99,7 +99,7 @@ class LayerAfterGather(Rule):
             ),
             evidence=[
                 amount_per_step(a, "time of the layers", ns),
-                amount_per_step(a, "calls of such layers", len(found), "count"),
+                amount_per_step(a, "calls of such layers", len(gathers), "count"),
                 self.compare(
                     "rows of the index over rows of its source",
                     largest.gathered / largest.source[0],
@@ -129,7 +129,7 @@ def _find_repeated(a: Analysis, min_repeats: float) -> list[Repeated]:
     """Return the layers whose input an index right before them took from fewer rows."""
     table = outermost_in_steps(a)
     rows, names, inputs = (table[name].to_list() for name in ("row", "name", "inputs"))
-    found = []
+    gathers = []
     for at, name in enumerate(names[:-1]):
         if name not in GATHERS or names[at + 1] not in LAYERS:
             continue
@@ -141,8 +141,8 @@ def _find_repeated(a: Analysis, min_repeats: float) -> list[Repeated]:
             continue
         gathered = data.elements // max(1, data.shape[-1])
         if data.shape[-1] == source.shape[1] and gathered >= min_repeats * source.shape[0] > 0:
-            found.append(Repeated(source.shape, gathered, rows[at + 1]))
-    return found
+            gathers.append(Repeated(source.shape, gathered, rows[at + 1]))
+    return gathers
 
 
 def _build_model(

@@ -94,9 +94,9 @@ class LongFilter(Rule):
         table = outermost_in_steps(a).filter(pl.col("name") == CONVOLUTION).drop_nulls("inputs")
         filters: dict[int, FilterCall] = {}
         for row, inputs in table.select("row", "inputs").iter_rows():
-            found = _parse_filter(inputs_at(a, inputs))
-            if found is not None and found.taps >= self.min_taps:
-                filters[row] = found
+            call = _parse_filter(inputs_at(a, inputs))
+            if call is not None and call.taps >= self.min_taps:
+                filters[row] = call
         if not filters:
             return
         forward_rows = np.array(sorted(filters))

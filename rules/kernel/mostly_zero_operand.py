@@ -244,14 +244,14 @@ def _find_making(a: Analysis, matrices: list[SparseMatrix]) -> np.ndarray:
         x = inputs_at(a, inputs)
         if name == ONE_HOT:
             ids, width = x.tensor(0), x.argument(1)
-            made = None if ids is None else (prod(ids.shape), width)
+            zero_shape = None if ids is None else (prod(ids.shape), width)
         elif name == ZEROS:
             sizes = x.argument(0)
             sizes = sizes if isinstance(sizes, list) and len(sizes) > 1 else [0]
-            made = prod(sizes[:-1]), sizes[-1]
+            zero_shape = prod(sizes[:-1]), sizes[-1]
         else:
-            made = _parse_shape(x, 0)
-        if made in shapes:
+            zero_shape = _parse_shape(x, 0)
+        if zero_shape in shapes:
             rows.append(row)
     return np.array(rows, dtype=int)
 
@@ -274,7 +274,7 @@ def _find_products(
     earlier product's result."""
     table = outermost_in_steps(a).sort("ts").filter(pl.col("name").is_in(MATRIX_PRODUCTS))
     rows: dict[SparseMatrix, list[int]] = {}
-    made: set[Shape] = set()
+    zero_shapes: set[Shape] = set()
     for row, name, inputs in table.drop_nulls("inputs").select("row", "name", "inputs").iter_rows():
         x = inputs_at(a, inputs)
         product = parse_product(name, x)
@@ -283,10 +283,14 @@ def _find_products(
         for position in (0, 1, 2) if name == "aten::addmm" else (0, 1):
             shape = _parse_shape(x, position)
             for each in {shape, shape[::-1]} if shape is not None else ():
-                if each in matrices and each not in made:
+                if each in matrices and each not in zero_shapes:
                     rows.setdefault(matrices[each], []).append(row)
-        made.add((product.batch * product.m, product.n))
-    return {matrix: np.unique(found) for matrix, found in rows.items() if matrix.shape not in made}
+        zero_shapes.add((product.batch * product.m, product.n))
+    return {
+        matrix: np.unique(found)
+        for matrix, found in rows.items()
+        if matrix.shape not in zero_shapes
+    }
 
 
 def _build_training(

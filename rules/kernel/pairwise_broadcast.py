@@ -179,7 +179,9 @@ class PairwiseBroadcast(Rule):
             if saved[0] < (1 - self.max_remaining_share) * ns:
                 continue
             rows = np.concatenate([group_rows for _, group_rows, _ in group])
-            made = np.array([row for pairs, _, _ in group for item in pairs for row in item.rows])
+            all_rows = np.array(
+                [row for pairs, _, _ in group for item in pairs for row in item.rows]
+            )
             costliest = max(group, key=lambda item: item[2])[0][0]
             sizes = " × ".join(f"{size:,}" for size in costliest.pair.shape)
             operators = t.count_noun(max(1, round(len(rows) / a.step_count)), "operator")
@@ -194,7 +196,7 @@ class PairwiseBroadcast(Rule):
                     amount_per_step(a, "time of operators on the broadcast tensor", ns),
                     self.compare_share(a, "time of operators on the broadcast tensor", ns),
                 ],
-                where=costliest_places(a, made),
+                where=costliest_places(a, all_rows),
                 edits=[scale_operators(a, rows, saved)],
                 alternatives="fuse" if a.device_id is not None else "loss",
                 **self.case(case, code=_write_einsum(costliest)),
@@ -213,8 +215,8 @@ class PairwiseBroadcast(Rule):
             return
         for shape, readers in _find_readers(a, by_shape.keys()).items():
             if readers is not None:
-                made = [row for one in by_shape[shape] for row in one.rows]
-                yield by_shape[shape], np.unique([*readers, *made])
+                shape_rows = [row for one in by_shape[shape] for row in one.rows]
+                yield by_shape[shape], np.unique([*readers, *shape_rows])
 
     def _parse_broadcast(self, x: OpInputs) -> Broadcast | None:
         """Return two tensors that are both broadcast. ``None`` if they are not, or if the result is

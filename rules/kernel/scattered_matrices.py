@@ -65,20 +65,20 @@ class ScatteredMatrices(Rule):
         if a.device_id is not None or not a.span_ns or a.trace.inputs.is_empty():
             return
         pattern = "^(?:" + "|".join(OPERAND_POSITIONS) + ")$"
-        found = [
+        matrices = [
             (operand, rows)
             for name, x, rows in calls_by_inputs(a, pattern)
             if (operand := _find_scattered(name, x)) is not None
             if operand.shape[0] >= self.min_batch
         ]
-        if not found:
+        if not matrices:
             return
-        rows = np.concatenate([rows for _, rows in found])
+        rows = np.concatenate([rows for _, rows in matrices])
         ns = time_of_operators(a, rows)
         saved = [ns * (1 - x) for x in (self.remaining_x, self.best_remaining_x)]
         if saved[0] < self.min_share * a.span_ns:
             return
-        operand, largest = max(found, key=lambda each: each[0].elements)
+        operand, largest = max(matrices, key=lambda each: each[0].elements)
         shape = " × ".join(f"{size:,}" for size in operand.shape)
         apart = min((operand.strides or ())[1:])
         yield Finding(

@@ -261,8 +261,8 @@ class UnfusedElementwise(Rule):
         width = np.zeros(table.height + 1, dtype=np.int64)
         rows = wanted[wanted >= 0]
         # a loop over distinct input descriptions, not over events
-        given = table.select("dims", "types")[rows]
-        for row, (dims, types) in zip(rows.tolist(), given.iter_rows(), strict=True):
+        descriptions = table.select("dims", "types")[rows]
+        for row, (dims, types) in zip(rows.tolist(), descriptions.iter_rows(), strict=True):
             tensors = OpInputs(dims, types).tensors
             if tensors:
                 largest = max(tensors, key=lambda tensor: tensor.elements)

@@ -84,9 +84,9 @@ class BatchHeadroom(Rule):
         reserved = run_steps.column("reserved")
         if not total or peak is None or not run_steps.count:
             return
-        held = float(np.nanmax(reserved)) if (~np.isnan(reserved)).any() else peak
+        used_bytes = float(np.nanmax(reserved)) if (~np.isnan(reserved)).any() else peak
         others = held_by_others(a)
-        if held + others > self.max_memory * total:
+        if used_bytes + others > self.max_memory * total:
             return
         active = _measure_activity(a)
         if active is None:
@@ -100,7 +100,7 @@ class BatchHeadroom(Rule):
             return
         if self._grows_with_batch(a) or _is_capped(a):
             return
-        factor = int((self.target_share * total - others) / max(held, 1.0))
+        factor = int((self.target_share * total - others) / max(used_bytes, 1.0))
         factor_text = f"up to {factor}" if factor < MAX_FACTOR else f"{MAX_FACTOR} or more"
         others_text = f" Other processes hold {t.format_bytes(others)}." * bool(others)
         samples = run_steps.column("samples")[run_steps.used]
@@ -108,15 +108,15 @@ class BatchHeadroom(Rule):
         batch_size = float(np.median(samples)) if len(samples) else None
         yield Finding(
             summary=(
-                f"The run holds {t.format_bytes(held)} of {t.format_bytes(total)} "
-                f"({t.format_share(held / total)}), and the GPU is not kept busy ({label} "
+                f"The run holds {t.format_bytes(used_bytes)} of {t.format_bytes(total)} "
+                f"({t.format_share(used_bytes / total)}), and the GPU is not kept busy ({label} "
                 f"{value:.0%}).{others_text} A batch {factor_text} times as large may fit."
             ),
             evidence=[
-                Evidence("GPU memory held", held, "bytes"),
+                Evidence("GPU memory held", used_bytes, "bytes"),
                 self.compare(
                     "share of the GPU's memory held, other processes included",
-                    (held + others) / total,
+                    (used_bytes + others) / total,
                     "max_memory",
                 ),
                 Evidence(label, value, "share"),

@@ -117,27 +117,27 @@ class HugeVocabulary(Rule):
         yield from [finding for finding in snapshots if finding is not None] or outcomes
 
     def _check_snapshot(self, peak: PeakMemory) -> Finding | None:
-        held = find_logits(peak)
+        logits = find_logits(peak)
         saved = {way.name: way.bytes for way in find_savings(peak)}.get("smaller logits")
-        if held is None or not saved or held.largest < self.min_memory * max(peak.allocated, 1):
+        if logits is None or not saved or logits.largest < self.min_memory * max(peak.allocated, 1):
             return None
-        share = held.largest / max(peak.allocated, 1)
+        share = logits.largest / max(peak.allocated, 1)
         when = "when memory ran out" if peak.history.failed_event is not None else "at the peak"
         return Finding(
             summary=(
-                f"The loss kept {t.count_noun(held.blocks, 'tensor')} about as large as the logits "
-                f"{when}: {t.format_bytes(held.bytes)} of the {t.format_bytes(peak.allocated)} in "
-                "tensors."
+                f"The loss kept {t.count_noun(logits.blocks, 'tensor')} about as large as the "
+                f"logits {when}: {t.format_bytes(logits.bytes)} of the "
+                f"{t.format_bytes(peak.allocated)} in tensors."
             ),
             evidence=[
-                Evidence("largest block of the loss", held.largest, "bytes"),
+                Evidence("largest block of the loss", logits.largest, "bytes"),
                 self.compare(
                     "blocks of the loss, share of the memory in tensors", share, "min_memory"
                 ),
-                Evidence("blocks of its size, or half of it", held.blocks, "count"),
-                Evidence("memory in these blocks", held.bytes, "bytes"),
+                Evidence("blocks of its size, or half of it", logits.blocks, "count"),
+                Evidence("memory in these blocks", logits.bytes, "bytes"),
             ],
-            where=locate_allocation(held.where, held.blocks),
+            where=locate_allocation(logits.where, logits.blocks),
             impact=impact_memory(saved, "the snapshot's peak, with one piece in eight at a time"),
             **self.case("as a snapshot shows it"),
         )

@@ -216,8 +216,8 @@ class OutOfMemory(Rule):
                     "largest free block for it", None if placed is None else placed.largest, "bytes"
                 ),
                 *[
-                    Evidence(f"held: {name}", held, "bytes")
-                    for name, held in list(peak.by_category.items())[:4]
+                    Evidence(f"held: {name}", size, "bytes")
+                    for name, size in list(peak.by_category.items())[:4]
                 ],
             ],
             where=locate_allocation(peak.failed_at, op="the request that failed")
@@ -326,7 +326,7 @@ def _describe_ways(ways: list[FreedMemory], peak: PeakMemory, needed: int) -> st
 def _list_holders(peak: PeakMemory) -> str:
     """Return the categories that held most: ``parameters 3 GiB, activations 2 GiB``."""
     largest = list(peak.by_category.items())[:3]
-    return ", ".join(f"{name} {t.format_bytes(held)}" for name, held in largest)
+    return ", ".join(f"{name} {t.format_bytes(size)}" for name, size in largest)
 
 
 def _number(value: object) -> float | None:

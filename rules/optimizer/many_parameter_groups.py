@@ -121,7 +121,7 @@ class ManyParameterGroups(Rule):
         if not mergeable and (rounds.fused or optimizer not in FUSED_OPTIMIZERS):
             return
         counted_ns = float(dur[list(rounds_by_step)].sum())
-        kept = [
+        factors = [
             1
             - sum(float(dur[row]) * (1 - self._kept_share(r, index)) for row, r in split.items())
             / counted_ns
@@ -141,7 +141,9 @@ class ManyParameterGroups(Rule):
                 self.compare_share(a, "optimizer", ns),
             ],
             where=costliest_places(a, steps, top=1),
-            edits=[scale_edit(Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP), *kept)],
+            edits=[
+                scale_edit(Select(on="host", kind=("annotation",), name=OPTIMIZER_STEP), *factors)
+            ],
             **self._advise(rounds, optimizer, mergeable),
         )
 

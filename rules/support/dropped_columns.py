@@ -89,7 +89,7 @@ def find_dropped_columns(a: Analysis, max_kept: float) -> Iterator[Dropped]:
             for row, name, at in outermost_in_steps(a).select("row", "name", "inputs").iter_rows()
         )
     ]
-    found: dict[tuple[Shape, str], Dropped] = {}
+    dropped: dict[tuple[Shape, str], Dropped] = {}
     end = 0
     for at in range(len(calls)):
         part = _read_part(calls, at) if at >= end else None
@@ -106,13 +106,13 @@ def find_dropped_columns(a: Analysis, max_kept: float) -> Iterator[Dropped]:
             continue
         if len(parts) > 1:
             text = text.rpartition(", ")[0] + ", positions"
-        made = [calls[i].row for i in chain]
-        entry = found.setdefault((shape, text), Dropped(shape, total, text, [], [], []))
-        entry.made.extend(made)
-        entry.through.extend([*made, *_rows_of_takers(calls, readers)])
+        chain_rows = [calls[i].row for i in chain]
+        entry = dropped.setdefault((shape, text), Dropped(shape, total, text, [], [], []))
+        entry.made.extend(chain_rows)
+        entry.through.extend([*chain_rows, *_rows_of_takers(calls, readers)])
         if not entry.ahead:
             entry.ahead.extend(calls[i].name for i in chain)
-    yield from found.values()
+    yield from dropped.values()
 
 
 def _read_part(calls: list[_OperatorCall], at: int) -> tuple[Shape, float, str] | None:

@@ -512,7 +512,9 @@ def _list_sizes(a: Analysis, blocks: AttentionBlocks) -> Iterator[tuple[_Size, i
         inputs = [inputs_if_known(a, row) for row in calls[1::2]]
         scores = inputs[1] and inputs[1].tensor(0)
         first, last = (
-            None if (given := inputs[n]) is None else parse_product(calls[2 * n] or "", given)
+            None
+            if (product_inputs := inputs[n]) is None
+            else parse_product(calls[2 * n] or "", product_inputs)
             for n in (0, 2)
         )
         if not scores or len(scores.shape) < 2 or not scores.elements or not last:

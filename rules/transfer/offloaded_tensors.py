@@ -156,11 +156,11 @@ class OffloadedTensors(Rule):
 
 def _compare_memory(a: Analysis, size: float) -> tuple[bool, list[Evidence]]:
     """Return whether ``size`` more bytes certainly fit on the GPU, and the evidence."""
-    held, capacity = measure_held(a)
-    if held is None or not capacity:
+    used_bytes, capacity = measure_held(a)
+    if used_bytes is None or not capacity:
         return False, []
-    return held + size <= MAX_RESERVED * capacity, [
-        Evidence("GPU memory that stays free", max(0, capacity - held), "bytes"),
+    return used_bytes + size <= MAX_RESERVED * capacity, [
+        Evidence("GPU memory that stays free", max(0, capacity - used_bytes), "bytes"),
         Evidence("bytes copied to it per step", size, "bytes"),
     ]
 

@@ -193,18 +193,18 @@ def locate_traces(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
         for file in trace_files(place if local is None else local, len(places) > 1):
             source = file if isinstance(file, RemoteFile) else _describe_local_file(file)
             result.setdefault(source.at, source)
-    kept = [
+    findings = [
         item
         for item in result.values()
         if chosen is None or item.rank is None or item.rank in chosen
     ]
-    if not kept:
+    if not findings:
         present = sorted({item.rank for item in result.values() if item.rank is not None})
         shown = ", ".join(map(str, present[:20])) or "none, by the names of the files"
         raise AdvisorError(f"--ranks {ranks}: no trace of these ranks (ranks present: {shown})")
     if chosen is not None and all(item.rank is not None for item in result.values()):
         chosen.refuse_missing([item.rank or 0 for item in result.values()])
-    return sorted(kept, key=lambda item: (item.rank is None, item.rank or 0, item.url))
+    return sorted(findings, key=lambda item: (item.rank is None, item.rank or 0, item.url))
 
 
 def _list_recorded_ranks(place: str) -> list[RemoteFile]:

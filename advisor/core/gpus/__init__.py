@@ -349,10 +349,10 @@ def _choose_slowest(gpus: list[GpuSpec]) -> GpuSpec | None:
         return gpus[0] if gpus else None
     rates = [(*msgspec.structs.astuple(gpu.peak_tflops), gpu.memory_gb_per_s) for gpu in gpus]
     for column in zip(*rates, strict=True):
-        given = [rate for rate in column if rate is not None]
-        if len(given) not in (0, len(column)):
+        known_rates = [rate for rate in column if rate is not None]
+        if len(known_rates) not in (0, len(column)):
             return None
-        if given and min(given) < (1 - _MAX_RATE_DIFFERENCE) * max(given):
+        if known_rates and min(known_rates) < (1 - _MAX_RATE_DIFFERENCE) * max(known_rates):
             return None
     return min(gpus, key=lambda gpu: (gpu.peak("fp16") or 0.0, gpu.bandwidth))
 

@@ -165,15 +165,15 @@ class ScaledCollectives(NamedTuple):
     """Tenth percentile over the maximum of the bandwidths: near 1 the link limits, else waits."""
 
 
-def find_node_links(a: Analysis, given: NodeLinks | None = None) -> NodeLinks:
+def find_node_links(a: Analysis, links: NodeLinks | None = None) -> NodeLinks:
     """Return the links as given, with unknown values from NCCL's log and the topology."""
-    given = given or a.node_links
+    links = links or a.node_links
     log = a.trace.meta.network
     if log is None:
-        return given
-    size = given.node_size or log.node_ranks or log.gpus or None
+        return links
+    size = links.node_size or log.node_ranks or log.gpus or None
     rate = log.nic_gb_per_s / size if log.nic_gb_per_s and size else None
-    return given._replace(node_size=size, network_gb_per_s=given.network_gb_per_s or rate)
+    return links._replace(node_size=size, network_gb_per_s=links.network_gb_per_s or rate)
 
 
 def group_ranks(ranks: str | None) -> list[int]:

@@ -63,7 +63,7 @@ def kernel_kind(name: str) -> str | None:
 
 
 def message_elements(
-    kind: str, given: int | None, out: int | None, group_size: int | None
+    kind: str, input_size: int | None, out: int | None, group_size: int | None
 ) -> int | None:
     """Count the elements of the message, S of nccl-tests, from the input and output of one rank.
 
@@ -73,15 +73,15 @@ def message_elements(
     if kind == "all_gather":
         if out is not None:
             return out
-        return None if given is None or group_size is None else given * group_size
+        return None if input_size is None or group_size is None else input_size * group_size
     if kind == "reduce_scatter":
-        if given is not None:
-            return given
+        if input_size is not None:
+            return input_size
         return None if out is None or group_size is None else out * group_size
     if kind in ("all_reduce", "all_to_all"):
-        return given if given is not None else out
+        return input_size if input_size is not None else out
     # broadcast, reduce, send and receive: only some ranks have an input, only some an output
-    return max((count for count in (given, out) if count is not None), default=None)
+    return max((count for count in (input_size, out) if count is not None), default=None)
 
 
 def bus_factor(kind: str, group_size: int | None) -> float | None:
@@ -175,8 +175,8 @@ def _add_sizes(result: pl.DataFrame) -> pl.DataFrame:
     distinct = result.select(keys).unique(maintain_order=True)
     size: list[int | None] = []
     factor: list[float | None] = []
-    for kind, given, out, ranks, dtype, even in distinct.iter_rows():
-        elements, width = (message_elements(kind, given, out, ranks), element_bytes(dtype))
+    for kind, input_size, out, ranks, dtype, even in distinct.iter_rows():
+        elements, width = (message_elements(kind, input_size, out, ranks), element_bytes(dtype))
         is_known = elements is not None and width is not None and elements < 1 << 56
         size.append(elements * width if is_known else None)  # type: ignore[operator]
         factor.append(None if even is False else bus_factor(kind, ranks))
@@ -241,19 +241,19 @@ class _HostRows:
 
     def sources(self) -> pl.DataFrame:
         """Return rows with the columns of _SOURCE_SCHEMA, one per host row."""
-        given: list[int | None] = []
+        split_sizes: list[int | None] = []
         dtype: list[str | None] = []
         for tensors, call in zip(self._tensors, self.call, strict=True):
             # the annotation has all sent tensors, an op also has other tensors
             sent = tensors if call else tensors[:1]
             types = {name for _, name in sent}
-            given.append(sum(elements for elements, _ in sent) if len(types) == 1 else None)
+            split_sizes.append(sum(elements for elements, _ in sent) if len(types) == 1 else None)
             dtype.append(next(iter(types)) if len(types) == 1 else None)
         nulls = {key: pl.lit(None, dtype=dtype) for key, dtype in _SOURCE_SCHEMA.items()}
         return pl.DataFrame(
             {
                 "collective": self.kind,
-                "given": pl.Series(given, dtype=pl.Int64),
+                "given": pl.Series(split_sizes, dtype=pl.Int64),
                 "dtype": pl.Series(dtype, dtype=pl.String),
             }
         ).select(
@@ -291,18 +291,18 @@ def _read_arguments(trace: Trace) -> pl.DataFrame:
     comms = trace.comms
     kinds = {name: kind_of(name) for name in comms["collective"].drop_nulls().unique()}
     rows = []
-    for name, given, out, size, ranks, *splits in comms.select(
+    for name, input_size, out, size, ranks, *splits in comms.select(
         "collective", "in_elements", "out_elements", "group_size", "ranks", "in_split", "out_split"
     ).iter_rows():  # a loop over distinct descriptions, with texts inside
         kind = kinds.get(name)
         members = _count_members(ranks)
         even = None
         if kind == "all_to_all":
-            even = given == out and all(_has_equal_parts(split) for split in splits)
+            even = input_size == out and all(_has_equal_parts(split) for split in splits)
         rows.append(
             (
                 kind,
-                given if given is None or given >= 0 else None,
+                input_size if input_size is None or input_size >= 0 else None,
                 out if out is None or out >= 0 else None,
                 size if size is not None and size > 0 else members,
                 even,

@@ -114,8 +114,10 @@ def _find_rates(
         elif (large["bytes"] >= LARGE_MESSAGE_BYTES).any():
             inside.append(rate)
     link = None if a.hardware is None else a.hardware.link
-    given = machine.network_gb_per_s
-    network = max(network_rates, default=None if given is None else ATTAINED_SHARE * given)
+    network_rate = machine.network_gb_per_s
+    network = max(
+        network_rates, default=None if network_rate is None else ATTAINED_SHARE * network_rate
+    )
     return network, max(inside, default=None if link is None else ATTAINED_SHARE * link.gb_per_s)
 
 

@@ -212,9 +212,9 @@ def _known_time(name: str) -> pl.Expr:
     return pl.col("ns").filter(pl.col(name).is_not_null()).sum().alias(f"{name}_ns")
 
 
-def _ratio(part: pl.Expr, whole: pl.Expr) -> pl.Expr:
-    """Return ``part / whole``; null where ``whole`` is not positive."""
-    return pl.when(whole > 0).then(part / whole)
+def _ratio(part: pl.Expr, total: pl.Expr) -> pl.Expr:
+    """Return ``part / whole``; null where ``total`` is not positive."""
+    return pl.when(total > 0).then(part / total)
 
 
 def _rate(name: str) -> pl.Expr:

@@ -76,14 +76,14 @@ def constant_tensors(a: Analysis) -> NDArray[np.int64]:
             by_arguments[tuple((names[n], inputs[n]) for n in chain)].append(chain)
         end = start + len(chain)
     repeated = max(2, a.step_count)
-    kept = [
+    rows = [
         row
         for chains in by_arguments.values()
         if len(chains) >= repeated
         for chain in chains
         for row in chain
     ]
-    return outer[sorted(kept)].astype(np.int64)
+    return outer[sorted(rows)].astype(np.int64)
 
 
 def _follow_chain(
@@ -98,21 +98,21 @@ def _follow_chain(
         name, call = names[place], calls(inputs[place])
         if chain and (name, inputs[place]) == (names[start], inputs[start]):
             break
-        given = [tensor.shape for tensor in call.tensors if tensor.shape]
+        input_shapes = [tensor.shape for tensor in call.tensors if tensor.shape]
         if _OF_LISTS.match(name):
-            given = call.shapes(0)
-        if not given:
+            input_shapes = call.shapes(0)
+        if not input_shapes:
             shape = _created_shape(name, call) if _CREATING.match(name) else ()
             if shape is None or not (shape or _OF_NUMBERS.match(name) or _ELEMENTWISE.match(name)):
                 break
         else:
-            shape = _result_shape(name, given, call)
-            again = Counter(given) - unused
+            shape = _result_shape(name, input_shapes, call)
+            again = Counter(input_shapes) - unused
             reusable = used if _VIEWS.match(name) else used - {shape}
             if shape is None or not reusable.issuperset(again):
                 break
-            unused -= Counter(given)
-            used.update(given)
+            unused -= Counter(input_shapes)
+            used.update(input_shapes)
         if shape:
             unused[shape] += 1
         chain.append(place)
@@ -140,11 +140,11 @@ def _created_shape(name: str, call: OpInputs) -> Shape | None:
     return tuple(sizes)
 
 
-def _result_shape(name: str, given: list[Shape], call: OpInputs) -> Shape | None:
+def _result_shape(name: str, shapes: list[Shape], call: OpInputs) -> Shape | None:
     """Return the shape of the result; ``None`` if it is unknown."""
     if _ELEMENTWISE.match(name):
-        return broadcast_shapes(*given)
-    first, *others = given
+        return broadcast_shapes(*shapes)
+    first, *others = shapes
     if _VIEWS.match(name):
         return _view_shape(name.removeprefix("aten::"), first, call)
     if _CONSTANT_PRODUCTS.match(name) and len(others) == 1:
@@ -154,13 +154,13 @@ def _result_shape(name: str, given: list[Shape], call: OpInputs) -> Shape | None
         return (first[0], others[0][1]) if fits else None
     if _OF_LISTS.match(name):
         at = call.argument(1)
-        if type(at) is not int or len({len(shape) for shape in given}) != 1:
+        if type(at) is not int or len({len(shape) for shape in shapes}) != 1:
             return None
         sizes = list(first)
         if name == "aten::stack":
-            sizes.insert(at % (len(first) + 1), len(given))
+            sizes.insert(at % (len(first) + 1), len(shapes))
         else:
-            sizes[at % len(first)] = sum(shape[at % len(first)] for shape in given)
+            sizes[at % len(first)] = sum(shape[at % len(first)] for shape in shapes)
         return tuple(sizes)
     return None
 

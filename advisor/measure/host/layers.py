@@ -543,7 +543,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
         per_second = {
             name: None if value is None else value / ns * 1e9 for name, value in known_sums.items()
         }
-        calls, allocated, kept = (
+        calls, allocated, kept_memory = (
             _sum_known(members, name) for name in ("calls", "allocated", "kept")
         )
         rows.append(
@@ -563,7 +563,7 @@ def report_layers(a: Analysis) -> data.Layers | None:
                 flops_per_s=per_second["flops"],
                 bytes_per_s=per_second["moved"],
                 allocated_bytes=None if allocated is None else allocated * per_step,
-                kept_bytes=None if kept is None else kept * per_step,
+                kept_bytes=None if kept_memory is None else kept_memory * per_step,
                 peak_bytes=cast(int | None, members["peak"].max()),
             )
         )

@@ -93,12 +93,12 @@ def line_of_call(a: Analysis, place: Location) -> CallPlace | None:
         rows, ns = rows[is_worst], ns[is_worst]
     forward = a.forward_op[rows]  # of a gradient
     rows = np.where(forward >= 0, forward, rows)
-    found = calls.find(a.trace, rows)
+    call_places = calls.find(a.trace, rows)
     outermost = a.outermost_aten[rows]
     names = a.trace.cpu["name"].gather(np.where(outermost >= 0, outermost, rows)).to_list()
     times: Counter[CallPlace] = Counter()
     functions: Counter[tuple[str, str]] = Counter()
-    for position, name, duration in zip(found.tolist(), names, ns.tolist(), strict=True):
+    for position, name, duration in zip(call_places.tolist(), names, ns.tolist(), strict=True):
         called = calls.places[position] if position >= 0 else None
         if called is not None:
             called = _with_line_of_name(called, str(name), calls)

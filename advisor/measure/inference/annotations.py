@@ -260,7 +260,7 @@ def _keep_innermost(
     end = (rows["ts"] + rows["dur"]).to_list()
     ts = rows["ts"].to_list()
     is_outer = [start < mark_end for start, mark_end in zip(ts[1:], end, strict=False)] + [False]
-    kept: list[int] = []
+    indices: list[int] = []
     result: list[StepMark] = []
     outer_mark: StepMark | None = None
     for index, mark in enumerate(marks):
@@ -275,9 +275,9 @@ def _keep_innermost(
                 prefill=mark.prefill or outer_mark.prefill, decode=mark.decode or outer_mark.decode
             )
         outer_mark = None
-        kept.append(index)
+        indices.append(index)
         result.append(mark)
-    return rows[kept], result
+    return rows[indices], result
 
 
 def _contain_work(trace: Trace, rows: pl.DataFrame) -> bool:

@@ -101,20 +101,20 @@ class MemoryHistory:
         end_events = np.where(same_next, next_rows, self.count)
         is_orphan = ~is_start & ~(same_before & previous_is_start)
         state = self.blocks.filter(pl.col("state") == "allocated")
-        held = state["address"].to_numpy()
+        allocated = state["address"].to_numpy()
         is_alive = is_start & (end_events == self.count)
         if self.segments.height:  # the state is recorded: blocks missing from it were freed
-            is_gone = is_alive & ~np.isin(address, held)
+            is_gone = is_alive & ~np.isin(address, allocated)
             self.unmatched = int(is_gone.sum())
             end_events = np.where(is_gone, rows, end_events)
             is_alive &= ~is_gone
-        is_older = ~np.isin(held, address[is_alive])
+        is_older = ~np.isin(allocated, address[is_alive])
         stacks = self.event_stack[rows]
         ends_at = np.concatenate(
             [end_events[is_start], rows[is_orphan], np.full(int(is_older.sum()), self.count)]
         ).astype(np.int64)
         return BlockLifetimes(
-            address=np.concatenate([address[is_start], address[is_orphan], held[is_older]]),
+            address=np.concatenate([address[is_start], address[is_orphan], allocated[is_older]]),
             size=np.concatenate(
                 [size[is_start], size[is_orphan], state["requested"].to_numpy()[is_older]]
             ),

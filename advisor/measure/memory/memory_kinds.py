@@ -281,15 +281,17 @@ def _split_gradients(
 
 def _count_largest_set(h: MemoryHistory, rows: Bools) -> dict[int, int]:
     """Count the given blocks by size at the event after which most of them are allocated."""
-    given = np.flatnonzero(rows)
+    row_numbers = np.flatnonzero(rows)
     blocks = h.block_lifetimes
-    if not len(given):
+    if not len(row_numbers):
         return {}
     change = np.zeros(h.count + 2, dtype=np.int64)
-    np.add.at(change, blocks.start_event[given] + 1, 1)
-    np.add.at(change, np.minimum(blocks.end_event[given], h.count) + 1, -1)
+    np.add.at(change, blocks.start_event[row_numbers] + 1, 1)
+    np.add.at(change, np.minimum(blocks.end_event[row_numbers], h.count) + 1, -1)
     fullest = int(np.argmax(np.cumsum(change))) - 1
-    allocated = given[(blocks.start_event[given] <= fullest) & (blocks.end_event[given] > fullest)]
+    allocated = row_numbers[
+        (blocks.start_event[row_numbers] <= fullest) & (blocks.end_event[row_numbers] > fullest)
+    ]
     values, counts = np.unique(blocks.size[allocated], return_counts=True)
     return dict(zip(values.tolist(), counts.tolist(), strict=True))
 

@@ -94,14 +94,14 @@ class FreedMemory(NamedTuple):
 
 
 def count_needed_bytes(
-    peak: PeakMemory, made: Sequence[MemoryChange] = (), scale: float = 1.0
+    peak: PeakMemory, changes: Sequence[MemoryChange] = (), scale: float = 1.0
 ) -> int:
     """Count the maximum bytes in tensors after changes, including the failed request.
 
     ``scale`` is the scale of the batch, with which the blocks of ``batch_rows`` grow."""
     h, lives = peak.history, peak.history.block_lifetimes
     share = np.ones(len(lives))
-    for change in made:
+    for change in changes:
         if change.start is None:
             share[change.rows] *= change.kept_share
     if scale != 1.0:
@@ -111,7 +111,7 @@ def count_needed_bytes(
     _add_to_curve(
         curve, np.maximum(lives.start_event, -1) + 1, np.minimum(lives.end_event, h.count) + 1, size
     )
-    for change in made:
+    for change in changes:
         if change.start is not None and change.end is not None:
             freed = -lives.size[change.rows] * share[change.rows] * (1 - change.kept_share)
             start = lives.start_event[change.rows]
@@ -120,7 +120,7 @@ def count_needed_bytes(
             is_real = end > free_start
             _add_to_curve(curve, free_start[is_real] + 1, end[is_real] + 1, freed[is_real])
     if h.failed_event is not None and peak.request is not None:
-        request_share = min([change.request_share for change in made], default=1.0)
+        request_share = min([change.request_share for change in changes], default=1.0)
         curve[h.failed_event + 1] += peak.request * request_share
     return round(float(curve.max()))
 
@@ -253,14 +253,16 @@ def _checkpoint_line(
         before = int(phase_run[born[start]])
         forward_end = int(born[stop - 1])
         is_waiting = (lives.end_event[call] > forward_end + 1) & in_backward[lives.end_event[call]]
-        held = call[is_waiting][:-1]  # the last block is its output
-        if len(held):
-            held_calls.append((held, forward_end + 1, int(lives.end_event[held].min()), number))
+        saved_blocks = call[is_waiting][:-1]  # the last block is its output
+        if len(saved_blocks):
+            held_calls.append(
+                (saved_blocks, forward_end + 1, int(lives.end_event[saved_blocks].min()), number)
+            )
     freed_calls: list[tuple[Ints, int, int, int]] = []
     unreached: list[tuple[Ints, int, int, int]] = []
-    for index, (held, forward_end, first, turn) in enumerate(held_calls):
+    for index, (saved_blocks, forward_end, first, turn) in enumerate(held_calls):
         if first >= h.count:
-            unreached.append((held, forward_end, first, turn))
+            unreached.append((saved_blocks, forward_end, first, turn))
             continue
         # recomputed when the backward of the following call is over
         later = (
@@ -270,7 +272,7 @@ def _checkpoint_line(
         )
         later = later[later < first]
         back = int(later.max()) if len(later) and held_calls[index + 1][3] > turn else first - 1
-        freed_calls.append((held, forward_end, back, turn))
+        freed_calls.append((saved_blocks, forward_end, back, turn))
     if unreached:
         largest = max(range(len(unreached)), key=lambda n: int(lives.size[unreached[n][0]].sum()))
         freed_calls += [call for n, call in enumerate(unreached) if n != largest]
@@ -580,12 +582,12 @@ def _find_set_to_none(peak: PeakMemory) -> MemoryChange | None:
     for update_end in update_ends.tolist():  # one step per round
         next_backward = backward[backward >= update_end]
         end_event = int(next_backward[0]) if len(next_backward) else h.count
-        held = gradients[
+        kept_gradients = gradients[
             (lives.start_event[gradients] < update_end) & (lives.end_event[gradients] > update_end)
         ]
-        rows.append(held)
-        start.append(np.full(len(held), update_end))
-        end.append(np.full(len(held), end_event))
+        rows.append(kept_gradients)
+        start.append(np.full(len(kept_gradients), update_end))
+        end.append(np.full(len(kept_gradients), end_event))
     if not rows:
         return None
     return MemoryChange(

@@ -235,13 +235,13 @@ def _classify(job: JobMeasurements, deviation: Deviation, similar: list[int]) ->
 def _scale_to_complete_steps(job: JobMeasurements, index: int) -> RankSummary:
     """Scale a rank's times, if its file is cut off, to the compute of the steps before the cut."""
     summary = job.summaries[index]
-    compute, kept = (summary.time.get("compute", 0.0), float(job.profile.values[index, 0]))
-    if not summary.damage or compute <= 0 or not np.isfinite(kept):
+    compute, usual_compute = (summary.time.get("compute", 0.0), float(job.profile.values[index, 0]))
+    if not summary.damage or compute <= 0 or not np.isfinite(usual_compute):
         return summary
     return structs.replace(
         summary,
-        time={name: ns * kept / compute for name, ns in summary.time.items()},
-        families={name: ns * kept / compute for name, ns in summary.families.items()},
+        time={name: ns * usual_compute / compute for name, ns in summary.time.items()},
+        families={name: ns * usual_compute / compute for name, ns in summary.families.items()},
     )
 
 

@@ -193,8 +193,8 @@ def shrink_to_limit(summary: RankSummary) -> RankSummary:
 
     size = len(encode(summary))
     while size > MAX_SUMMARY_BYTES and summary.collectives is not None:
-        kept = _drop_steps(summary.collectives, MAX_SUMMARY_BYTES * 0.95 / size)
-        summary = changed(summary, collectives=kept)
+        kept_collectives = _drop_steps(summary.collectives, MAX_SUMMARY_BYTES * 0.95 / size)
+        summary = changed(summary, collectives=kept_collectives)
         size = len(encode(summary))
     if size > MAX_SUMMARY_BYTES:
         summary = changed(summary, details=b"")

@@ -437,19 +437,19 @@ def _cluster_rows(features: Floats, max_distance: float) -> Ints:
         remaining = remaining[~is_close]
     medians = [np.median(features[label == number], axis=0) for number in range(len(leaders))]
     sizes = [int((label == number).sum()) for number in range(len(leaders))]
-    kept = list(range(len(leaders)))
-    while len(kept) > MAX_CLUSTERS:
+    indices = list(range(len(leaders)))
+    while len(indices) > MAX_CLUSTERS:
         pairs = [
             (float(np.abs(medians[a] - medians[b]).sum()) * min(sizes[a], sizes[b]), a, b)
-            for index, a in enumerate(kept)
-            for b in kept[index + 1 :]
+            for index, a in enumerate(indices)
+            for b in indices[index + 1 :]
         ]
         _, a, b = min(pairs)
         label[label == b] = a
         medians[a] = np.median(features[label == a], axis=0)
         sizes[a] += sizes[b]
-        kept.remove(b)
-    return np.searchsorted(np.array(kept), label).astype(np.int64)
+        indices.remove(b)
+    return np.searchsorted(np.array(indices), label).astype(np.int64)
 
 
 def _find_nearest(rows: Floats, leaders: Floats) -> Ints:

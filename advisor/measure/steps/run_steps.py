@@ -387,17 +387,17 @@ class RunSteps:
         return _drop_missing(self.durations[self._is_around(steps)])
 
     def _is_around(self, steps: Bools) -> Bools:
-        given = np.flatnonzero(steps)
-        if not len(given):
+        step_numbers = np.flatnonzero(steps)
+        if not len(step_numbers):
             return np.zeros(len(self.steps), dtype=bool)
         comparable = self.unprofiled.copy()
         comparable[:FIRST_COMPARED_STEP] = False
         if self.before_window.any():
             comparable = self.before_window
         indices = np.arange(len(self.steps))
-        following = np.searchsorted(given, indices)
-        right = given[np.minimum(following, len(given) - 1)]
-        left = given[np.maximum(following - 1, 0)]
+        following = np.searchsorted(step_numbers, indices)
+        right = step_numbers[np.minimum(following, len(step_numbers) - 1)]
+        left = step_numbers[np.maximum(following - 1, 0)]
         is_near: Bools = comparable & (
             np.minimum(np.abs(right - indices), np.abs(left - indices)) <= MAX_STEPS_APART
         )
@@ -419,10 +419,10 @@ class RunSteps:
         a share. It compares lower quartiles of profiled and unprofiled steps, and medians of the
         profiled steps and as many unprofiled steps directly before or after them."""
         windows = np.unique(self.column("window")[self.active])
-        kept = [self.active & (self.column("window") == window) for window in windows]
+        masks = [self.active & (self.column("window") == window) for window in windows]
         result = []
         for steps in [
-            steps_of_window for steps_of_window in kept if steps_of_window.sum() >= MIN_PROFILED
+            steps_of_window for steps_of_window in masks if steps_of_window.sum() >= MIN_PROFILED
         ] or [self.active]:
             inside, around = (
                 _drop_missing(self.durations[steps]),

@@ -235,18 +235,18 @@ NO_ADVICE: Final = re.compile(r"^The ratio of peak float \(fp32\) to double \(fp
 def _list_advice(views: Sequence[KernelCounters], short: dict[str, str]) -> list[str]:
     """List messages of the profiler's own rules, one per rule: the first sentences on the first
     kernel, and the number of other kernels. Occupancy only matters if the kernel waits."""
-    said: dict[str, tuple[str, str, set[str]]] = {}
+    sentences: dict[str, tuple[str, str, set[str]]] = {}
     for view in views:
         for text in view.advice:
             waits = view.limit == "latency" or not view.use
             if NO_ADVICE.search(text) or ("theoretical occupancy" in text and not waits):
                 continue
             rule = " ".join(re.sub(r"\d[\d.,]*", "", text).split()[:12])
-            own = said.setdefault(rule, (short[view.short], text, set()))
+            own = sentences.setdefault(rule, (short[view.short], text, set()))
             own[2].add(short[view.short])
     return [
         f"{name}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {_first_sentences(text)}"
-        for name, text, names in said.values()
+        for name, text, names in sentences.values()
     ]
 
 

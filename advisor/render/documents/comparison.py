@@ -27,7 +27,7 @@ def build(comparison: Comparison, options: d.RenderOptions = d.DEFAULT) -> d.Doc
     # step times of recorded runs include all steps, but their parts come from the window
     window = "of the profiled window" if c.steps.source == "recorder" else ""
     notes = [d.Paragraph(note, "soft") for note in comparison_text.step_notes(c.steps)]
-    kept = comparison_text.figures_of(c, ["memory by layer"])
+    layer_figures = comparison_text.figures_of(c, ["memory by layer"])
     breakdown, work = comparison_text.breakdown_lines(c), comparison_text.work_lines(c)
     noise = [line for line in (*breakdown, *work) if line.is_noise]
     noise = [] if comparison_text.is_unjudged(c) else noise
@@ -56,7 +56,7 @@ def build(comparison: Comparison, options: d.RenderOptions = d.DEFAULT) -> d.Doc
                 "own time, most changed",
                 comparison_text.figures_of(c, ["layers"])[:_MAX_LINES],
             ),
-            *_build_table("Memory by layer", "kept by its calls", kept[:_MAX_LINES]),
+            *_build_table("Memory by layer", "kept by its calls", layer_figures[:_MAX_LINES]),
             *_build_table("Memory at the peak", "", comparison_text.figures_of(c, ["memory"])),
             *_build_table(
                 "Memory by line", "", comparison_text.figures_of(c, ["memory by line"])[:_MAX_LINES]

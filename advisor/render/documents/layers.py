@@ -23,12 +23,12 @@ _MAX_DEPTH: Final = 6
 def build(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
     """Build a tree of the ``top`` longest groups of equal modules, then the kinds of modules."""
     layers = report.layers
-    held = _build_memory(report, options.top)
+    memory_blocks = _build_memory(report, options.top)
     if layers is None:
-        what = "" if held else _explain_missing_layers(report)
-        return d.Document(what, held, name="layers", style="")
+        what = "" if memory_blocks else _explain_missing_layers(report)
+        return d.Document(what, memory_blocks, name="layers", style="")
     blocks = sections(layers, report.per, report.scope.steps_used, options.top)
-    blocks += held if report.memory and report.memory[0].source != "trace" else []
+    blocks += memory_blocks if report.memory and report.memory[0].source != "trace" else []
     return d.Document("", blocks, name="layers")
 
 
@@ -75,11 +75,13 @@ def _build_tree(layers: Layers, limit: int) -> list[d.Block]:
     rows = [_build_row(layers.layers[place], depth[place]) for place in shown]
     rows.append(_build_outside_row(layers))
     columns = range(len(_HEAD))
-    kept = [n for n in columns if n < _FIXED or any(row[n] != t.EMPTY_CELL for row in rows)]
+    used_columns = [n for n in columns if n < _FIXED or any(row[n] != t.EMPTY_CELL for row in rows)]
     table = d.Grid(
-        [_HEAD[n] for n in kept],
-        [[row[n] for n in kept] for row in rows],
-        optional=[kept.index(n) for n in (_FLOPS, _BYTES, _BYTES_PER_S) if n in kept],
+        [_HEAD[n] for n in used_columns],
+        [[row[n] for n in used_columns] for row in rows],
+        optional=[
+            used_columns.index(n) for n in (_FLOPS, _BYTES, _BYTES_PER_S) if n in used_columns
+        ],
     )
     notes = ["×: equal modules, summed. The time of a module contains those inside it."]
     if any(layer.flops_per_s or layer.bytes_per_s for layer in layers.layers):

@@ -234,26 +234,27 @@ def describe_device(
     moment = moments.get(view.at, "in the snapshot")
     when = moments.get(view.at, f"{moment}, without a history")
     peak = f"peak {t.format_bytes(view.peak)}" if view.peak != view.allocated else ""
-    whole = max(view.allocated, 1)
+    total = max(view.allocated, 1)
     by = [
-        f"{each.category} {t.format_bytes(each.bytes)} {t.format_share(each.bytes / whole)}"
+        f"{each.category} {t.format_bytes(each.bytes)} {t.format_share(each.bytes / total)}"
         for each in _list_categories(view)
     ]
     if [each.category for each in _list_categories(view)] == ["not attributed"]:
         by = ["nothing in the snapshot shows what these tensors are for"]
-    held = [
+    amounts = [
         f"{t.format_bytes(view.allocated)} in tensors",
         f"{t.format_bytes(view.reserved)} reserved" if view.reserved else "",
         peak,
         f"from {t.shorten_path(view.file, 40)}" if view.file else "",
     ]
-    lines = [("held", held), ("by", by), (_BASIS, _list_bases(view)), ("failed", [view.placement]),
-             ("end", _describe_end(view)), ("steps", _describe_steps(view))]  # fmt: skip
-    kept = [(label, [part for part in parts if part]) for label, parts in lines]
+    lines = [("held", amounts), ("by", by), (_BASIS, _list_bases(view)),
+             ("failed", [view.placement]), ("end", _describe_end(view)),
+             ("steps", _describe_steps(view))]  # fmt: skip
+    fields = [(label, [part for part in parts if part]) for label, parts in lines]
     return DeviceMemory(
         title,
         when,
-        [(label, parts) for label, parts in kept if parts],
+        [(label, parts) for label, parts in fields if parts],
         [table for table in _build_tables(view, rows, moment) if table.rows],
     )
 
@@ -270,7 +271,7 @@ def _build_tables(view: MemoryView, rows: int, moment: str) -> list[d.Grid]:
             ["line · category", "bytes", "share", "blocks"],
             _build_held(view),
             rows,
-            shown=_list_lines(view),
+            terminal_rows=_list_lines(view),
         ),
         modules(view, rows, moment),
         _build_table(
@@ -304,7 +305,7 @@ def _build_tables(view: MemoryView, rows: int, moment: str) -> list[d.Grid]:
             _build_savings(view),
             rows,
             "lrrl"[: 3 + _has_lines(view)],
-            shown=_list_named(view),
+            terminal_rows=_list_named(view),
             least=None,
         ),
         _build_table(_CHURN, ["line", "per step", "times"], _build_churn(view), rows),
@@ -332,13 +333,17 @@ def _build_table(
     rows: list[list[str]],
     limit: int,
     align: str = "",
-    shown: Sequence[int] | None = None,
+    terminal_rows: Sequence[int] | None = None,
     least: int | None = MIN_SHORT,
 ) -> d.Grid:
-    """Return a table. ``shown``: the rows that a terminal shows; ``least``: the number of them that
-    it keeps to fit a screen."""
+    """Return a table. ``terminal_rows``: the rows that a terminal shows; ``least``: the
+    number of them that it keeps to fit a screen."""
     rows = rows[:limit]
-    short = rows[:_MAX_SHORT] if shown is None else [rows[n] for n in shown if n < len(rows)]
+    short = (
+        rows[:_MAX_SHORT]
+        if terminal_rows is None
+        else [rows[n] for n in terminal_rows if n < len(rows)]
+    )
     return d.Grid(head, rows, title, align=align, short=short, min_rows=least)
 
 
@@ -362,11 +367,11 @@ def _list_named(view: MemoryView) -> list[int]:
 def _build_held(view: MemoryView) -> list[list[str]]:
     if not any(each.file or each.function for each in view.held):
         return []  # categories without lines are shown above
-    whole = max(view.allocated, 1)
+    allocated_bytes = max(view.allocated, 1)
     rows = []
     for each, row in zip(view.held, _build_lines(view.held, categories=True), strict=True):
         label = f" · {labels.clean(each.label)}" if each.label else ""
-        rows.append([row[0] + label, row[1], t.format_share(each.bytes / whole), row[2]])
+        rows.append([row[0] + label, row[1], t.format_share(each.bytes / allocated_bytes), row[2]])
     return rows
 
 
@@ -383,10 +388,10 @@ def modules(view: MemoryView, limit: int = _MAX_ROWS, moment: str = "") -> d.Gri
         depth.append(0 if each.parent is None else depth[each.parent] + 1)
     largest = sorted(range(len(depth)), key=lambda place: (-view.modules[place].bytes, place))
     outermost = sum(each.bytes for each in view.modules if each.parent is None)
-    whole = max(view.allocated, 1)
+    total = max(view.allocated, 1)
 
     def row(name: str, size: int, own: int, blocks: str) -> list[str]:
-        return [name, *map(t.format_bytes, (size, own)), t.format_share(size / whole), blocks]
+        return [name, *map(t.format_bytes, (size, own)), t.format_share(size / total), blocks]
 
     rows = [
         row("  " * depth[place] + _module_name(each), each.bytes, each.own_bytes,
@@ -454,14 +459,14 @@ def _describe_end(view: MemoryView) -> list[str]:
     """List the memory held and free when the snapshot was taken, after the peak."""
     if view.at != "peak" or view.end_reserved is None or view.end_free is None:
         return []
-    held = [f"{t.format_bytes(view.end_allocated or 0)} in tensors when the snapshot was taken"]
-    held.append(f"{t.format_bytes(view.end_reserved)} reserved")
+    amounts = [f"{t.format_bytes(view.end_allocated or 0)} in tensors when the snapshot was taken"]
+    amounts.append(f"{t.format_bytes(view.end_reserved)} reserved")
     if view.end_free:
-        held.append(
+        amounts.append(
             f"{t.format_bytes(view.end_free)} of it free, in pieces of at most "
             f"{t.format_bytes(view.end_largest or 0)}"
         )
-    return held
+    return amounts
 
 
 def _describe_steps(view: MemoryView) -> list[str]:
@@ -472,8 +477,8 @@ def _describe_steps(view: MemoryView) -> list[str]:
         history = "no history was recorded" if view.at == "snapshot" else history
         return [f"{history}, so growth per step is unknown"]
     churn = f"{t.format_bytes(view.churn_bytes)} allocated per step" if view.churn_bytes else ""
-    whole = t.count_noun(view.steps, "complete step")
-    return [f"{whole} in the history, from {view.step_source}", churn]
+    complete_steps = t.count_noun(view.steps, "complete step")
+    return [f"{complete_steps} in the history, from {view.step_source}", churn]
 
 
 def _name_place(each: MemoryHolder) -> str:

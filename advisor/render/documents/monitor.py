@@ -50,8 +50,8 @@ def _build_row(number: int, gpu: GpuSample) -> list[str]:
 
 def _describe_gpu(gpu: GpuSample, name: str | None) -> list[str]:
     parts = [labels.clean(name or "model not recorded")]
-    if held := throttle_reasons(gpu):
-        parts.append(f"limited by: {', '.join(held)}")
+    if reasons := throttle_reasons(gpu):
+        parts.append(f"limited by: {', '.join(reasons)}")
     if gpu.gpm:
         known = {"sm_util": "SMs active", "tensor": "tensor cores", "dram": "DRAM"}
         parts += [f"{label} {gpu.gpm[key]:.0f}%" for key, label in known.items() if key in gpu.gpm]

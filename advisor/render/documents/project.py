@@ -38,7 +38,7 @@ LIMITS: Final = {
 
 def build(
     projector: Projector,
-    found: tuple[TargetGpu, ...],
+    targets: tuple[TargetGpu, ...],
     remarks: Sequence[str],
     currency: str,
     epoch: float | None,
@@ -46,40 +46,40 @@ def build(
     """Build the step on each GPU. For a single GPU, also build its parts."""
     a = projector.a
     per = "of the recording" if a.per == "recording" else "per step"
-    paid = any(choice.price is not None for choice in found)
+    paid = any(choice.price is not None for choice in targets)
     fields = [
         d.TextField(
             "measured", [f"{t.format_duration(a.step_ns)} {per}", projector.recorded_gpu.name]
         )
     ]
-    blocks: list[d.Block] = [_build_choices(found, currency, epoch, paid=paid)]
-    if len(found) == 1:
-        p, record = found[0].projection, how_to_record("profile_memory=True", a.trace.meta)
+    blocks: list[d.Block] = [_build_choices(targets, currency, epoch, paid=paid)]
+    if len(targets) == 1:
+        p, record = targets[0].projection, how_to_record("profile_memory=True", a.trace.meta)
         fields.append(d.TextField("memory", _describe_memory(p.fit, record)))
         blocks += _build_parts(p)
     remarks = [*remarks]
     if epoch is not None and paid:
         remarks.append(f"an epoch has {epoch:,.0f} recorded steps")
     if paid:
-        small = [c for c in found if c.projection.fit.verdict == "too small"]
+        small = [c for c in targets if c.projection.fit.verdict == "too small"]
         remarks += [f"{c.projection.gpu}: too little memory" for c in small]
-        if all(c.projection.fit.verdict == "not measured" for c in found):
+        if all(c.projection.fit.verdict == "not measured" for c in targets):
             remarks.append("memory was not recorded, so whether the step fits is not known")
-    remarks += _merge_notes(found)
-    refused = [choice.projection for choice in found if choice.projection.refused]
+    remarks += _merge_notes(targets)
+    refused = [choice.projection for choice in targets if choice.projection.refused]
     remarks += [f"{p.gpu}: {p.refused}" for p in refused]
     host = "hosts of other machines lie in it too (--same-host: this one)"
     if projector.same_host:
         host = "host time is taken as measured (--same-host)"
     remarks += [f"{RESTS_ON}; {host}"]
     blocks = [d.FieldList(fields, indent=0), *blocks, notes(remarks)]
-    return d.Document(_write_headline(found, per), blocks, name="project")
+    return d.Document(_write_headline(targets, per), blocks, name="project")
 
 
-def _merge_notes(found: tuple[TargetGpu, ...]) -> list[str]:
+def _merge_notes(targets: tuple[TargetGpu, ...]) -> list[str]:
     """Return the notes of all GPUs. Notes that only differ in the GPU are merged."""
     named: dict[str, list[str]] = {}
-    for p in (choice.projection for choice in found):
+    for p in (choice.projection for choice in targets):
         for note in p.notes:
             named.setdefault(note.replace(p.gpu, GPU), []).append(p.gpu)
     return [
@@ -88,12 +88,12 @@ def _merge_notes(found: tuple[TargetGpu, ...]) -> list[str]:
     ]
 
 
-def _write_headline(found: tuple[TargetGpu, ...], per: str) -> str:
-    if best := describe_cheapest(found):
+def _write_headline(targets: tuple[TargetGpu, ...], per: str) -> str:
+    if best := describe_cheapest(targets):
         return f"{t.upper_first(best)}."
-    if len(found) > 1:
-        return f"The step on each of {len(found)} GPU models."
-    p = found[0].projection
+    if len(targets) > 1:
+        return f"The step on each of {len(targets)} GPU models."
+    p = targets[0].projection
     if p.refused:
         return f"{p.gpu} cannot run it: {p.refused}."
     return (
@@ -109,12 +109,12 @@ MIN_EQUAL = 8
 
 
 def _build_choices(
-    found: tuple[TargetGpu, ...], currency: str, epoch: float | None, *, paid: bool
+    targets: tuple[TargetGpu, ...], currency: str, epoch: float | None, *, paid: bool
 ) -> d.Grid:
     """Build a table with one row per GPU, and its cost if there are prices. Many GPUs with the same
     figures share a row."""
     equal: dict[tuple[str, ...], list[str]] = {}
-    for choice in found:
+    for choice in targets:
         p = choice.projection
         times = [t.EMPTY_CELL, t.EMPTY_CELL, t.EMPTY_CELL]
         if not p.refused:
@@ -201,10 +201,10 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> d.Do
     of the failed request, which the peak includes, or 0."""
     name = gpu or t.format_bytes(fit.capacity)
     context = t.format_bytes(CUDA_CONTEXT_BYTES)
-    kept = fit.capacity - CUDA_CONTEXT_BYTES - fit.available
+    reserved = fit.capacity - CUDA_CONTEXT_BYTES - fit.available
     rest = [f"{context} for the CUDA context"]
-    if kept > 0:
-        rest.insert(0, f"up to {t.format_bytes(kept)} for the driver")
+    if reserved > 0:
+        rest.insert(0, f"up to {t.format_bytes(reserved)} for the driver")
     failed = f", the request of {t.format_bytes(request)} that failed included" if request else ""
     fields = [
         d.TextField("needs", [f"{t.format_bytes(fit.peak)} in tensors{failed}",

@@ -292,9 +292,9 @@ def _list_places(report: Report, finding: Finding, width: int) -> Iterator[d.Tex
     names_width, path_width = max(48, width - 32), max(60, width - 20)
     shown = finding_text.named_places(finding, name_width=names_width, path_width=path_width)
     for number, (location, names) in enumerate(shown):
-        whole = t.location_names(location, name_width=2000, path_width=2000)
+        full_names = t.location_names(location, name_width=2000, path_width=2000)
         parts: list[d.Inline] = [
-            d.Span(name, "code", full) for name, full in zip(names, whole, strict=True)
+            d.Span(name, "code", full) for name, full in zip(names, full_names, strict=True)
         ]
         steps, time_ns = (
             finding_text.counted_steps(report),

@@ -171,13 +171,13 @@ def _list_other_advice(cls: type[Rule]) -> Iterator[OtherFrameworkAdvice]:
 
 def _list_options(cls: type[Rule], numbers: Mapping[str, Any]) -> list[Option]:
     """Return numbers of a rule with their meaning and sources, or the comment of a plain number."""
-    comments, found = _read_comments(cls), []
+    comments, thresholds = _read_comments(cls), []
     for name, value in numbers.items():
         own = getattr(cls, name)
         is_plain = not isinstance(own, Threshold)
         meaning = comments.get(name, "") if is_plain else own.meaning
-        found.append(Option(name, value, meaning, () if is_plain else own.sources))
-    return found
+        thresholds.append(Option(name, value, meaning, () if is_plain else own.sources))
+    return thresholds
 
 
 def _read_comments(cls: type[Rule]) -> dict[str, str]:

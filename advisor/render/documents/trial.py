@@ -95,9 +95,12 @@ def _build_card(trial: Trial, problem: str) -> d.Card:
         d.TextField("memory", memory),
     ]
     code = [d.Code(trial.diff or trial.lines, "diff" if trial.diff else "python", "write")]
-    kept: list[d.Block] = [*code] if trial.outcome == "gain" and code[0].text else []
+    code_blocks: list[d.Block] = [*code] if trial.outcome == "gain" and code[0].text else []
     return d.Card(
-        f"{trial.name}: {trial.title}", [d.FieldList(fields), *kept], fix=False, always_full=True
+        f"{trial.name}: {trial.title}",
+        [d.FieldList(fields), *code_blocks],
+        fix=False,
+        always_full=True,
     )
 
 

@@ -77,11 +77,11 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> d.Document:
             else ["the critical path is unknown: the steps are not replayed"],
         ),
     ]
-    said = [*_explain_no_gain(result, lines, ", ".join(parts)), *result.notes]
+    remarks = [*_explain_no_gain(result, lines, ", ".join(parts)), *result.notes]
     if result.unseen_loader and result.edited_step_ns < 0.95 * result.measured_step_ns:
-        said.insert(0, UNSEEN_LOADER.rstrip("."))
+        remarks.insert(0, UNSEEN_LOADER.rstrip("."))
     if not result.reason:
-        said += describe_replayed_others(result.replay.steps, result.replay.of_steps)
+        remarks += describe_replayed_others(result.replay.steps, result.replay.of_steps)
     share = 1 - result.edited_step_ns / max(result.measured_step_ns, 1)
     ranges = RANGES if result.step is None else RANGES_OF_RUN
     change = f"{t.format_share(abs(share))} {'less' if share >= 0 else 'more'} time"
@@ -90,7 +90,7 @@ def build(result: WhatIfResult, lines: Sequence[str]) -> d.Document:
         [
             *_build_edits(result, lines),
             *([] if result.reason else [d.Paragraph(ranges, "soft")]),
-            *([notes(said)] if said else []),
+            *([notes(remarks)] if remarks else []),
             d.Section("How exact the replay is", [d.FieldList(fields)]),
         ],
         name="whatif",
@@ -295,15 +295,15 @@ def build_mesh(result: MeshResult) -> d.Document:
         rows.append(_build_times("  exposed", axis.exposed_ns, axis.then_exposed_ns))
     if old.pp > 1 or new.pp > 1:
         rows.append(_build_times("pipeline's bubble", result.bubble_ns, result.then_bubble_ns))
-    held = "not recorded (profile_memory=True)"
+    allocated = "not recorded (profile_memory=True)"
     if result.memory is not None:
-        held = f"{' to '.join(map(t.format_bytes, result.memory))} allocated"
+        allocated = f"{' to '.join(map(t.format_bytes, result.memory))} allocated"
     return d.Document(
         f"{old} → {new}: {t.format_duration(result.measured_step_ns)} → "
         f"{t.format_duration(result.step_ns)} per step.",
         [
             d.Grid(["per step", "recorded", "there", "range"], rows, "The step there"),
-            d.Paragraph(f"Memory of a GPU: {held}."),
+            d.Paragraph(f"Memory of a GPU: {allocated}."),
             notes(result.notes),
         ],
         name="mesh",

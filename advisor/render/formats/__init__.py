@@ -49,10 +49,10 @@ class Formats:
             raise AdvisorError(f"{name}: {self.subject} is written as one of {known}")
         with loading(point, "format"):
             loaded = point.load()
-            made = (_class_in(loaded) if inspect.ismodule(loaded) else loaded)()
-            if not isinstance(made, Renderer):
-                raise TypeError(f"{type(made).__name__} is no Renderer")
-        return made
+            instance = (_class_in(loaded) if inspect.ismodule(loaded) else loaded)()
+            if not isinstance(instance, Renderer):
+                raise TypeError(f"{type(instance).__name__} is no Renderer")
+        return instance
 
     def render(self, name: str, subject: Any, **options: Any) -> str:
         """Write a subject in a format. ``options``: see ``RenderOptions``. Raises AdvisorError as

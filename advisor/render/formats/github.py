@@ -98,9 +98,9 @@ def _annotate_memory(device: memory.DeviceMemory) -> str:
 
 
 def _write_command(name: str, properties: dict[str, str], text: str, *, lines: bool = False) -> str:
-    given = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
+    property_list = ",".join(f"{key}={escape_property(value)}" for key, value in properties.items())
     message = labels.shorten(labels.clean(text, lines=lines), _MAX_MESSAGE)
-    return f"::{name} {given}::{escape_data(message)}"
+    return f"::{name} {property_list}::{escape_data(message)}"
 
 
 def escape_data(text: str) -> str:

@@ -204,14 +204,14 @@ def _draw_table(table: d.Grid, level: int) -> Markup:
     if table.short is None or count <= max(MAX_OPEN_ROWS, len(table.short)):
         return join(title, _draw_rows(table, table.rows))
     summary = tag("summary", f"All {t.count_noun(count, 'row')}")
-    whole = tag("details", summary, _draw_rows(table, table.rows))
-    return join(title, _draw_rows(table, table.short), whole)
+    details = tag("details", summary, _draw_rows(table, table.rows))
+    return join(title, _draw_rows(table, table.short), details)
 
 
-def _draw_rows(table: d.Grid, shown: Sequence[Sequence[d.Inline]]) -> Markup:
+def _draw_rows(table: d.Grid, table_rows: Sequence[Sequence[d.Inline]]) -> Markup:
     sides = table.sides
     rows = []
-    for row in shown:
+    for row in table_rows:
         first = tag("th", inline(row[0]), scope="row")
         rest = [
             tag("td", inline(cell), cls="line" * (side == "l"))

@@ -160,7 +160,7 @@ def _write_fields(fields: d.FieldList) -> list[str]:
     return lines
 
 
-def _write_grid(given: d.Grid) -> list[str]:
-    rows = [[format_inline(cell) for cell in row] for row in given.rows]
-    title = [f"**{escape(given.title)}**"] if given.title else []
-    return [*title, table([escape(name) for name in given.head], given.sides, rows)]
+def _write_grid(grid: d.Grid) -> list[str]:
+    rows = [[format_inline(cell) for cell in row] for row in grid.rows]
+    title = [f"**{escape(grid.title)}**"] if grid.title else []
+    return [*title, table([escape(name) for name in grid.head], grid.sides, rows)]

@@ -64,7 +64,9 @@ class Terminal(DocumentRenderer):
         flags = (True, False)
         steps = [(level, n, True) for n in (MAX_CLAUSES, 1) for level in range(TIGHT_LEVEL)]
         tight_levels = range(TIGHT_LEVEL, MAX_SPARE_LEVEL + 1)
-        steps += [(level, *kept) for kept in product(flags, flags) for level in tight_levels]
+        steps += [
+            (level, *switches) for switches in product(flags, flags) for level in tight_levels
+        ]
         for (level, clauses, notes), full in product(steps, range(max_full, 0, -1)):
             if fitting and not (clauses and notes):
                 break
@@ -231,7 +233,7 @@ class _Screen:
                     self.block(block)
             previous = block
 
-    def _draw_rows(self, card: d.Card, shown: Set[str]) -> None:
+    def _draw_rows(self, card: d.Card, field_names: Set[str]) -> None:
         """Draw lines of a card that is not in full."""
         further = self.layout.rows.get(card.title, set())
         for part in card.blocks if further else map(self._drop_spare, card.blocks):
@@ -239,7 +241,7 @@ class _Screen:
                 named, rows = "", []
                 for row in part.rows:
                     named = row.label or named
-                    if named in shown | further or row.quoted:
+                    if named in field_names | further or row.quoted:
                         rows.append(row)
                 self.fields(d.FieldList(rows), indent=4)
             elif part is not None and "code" in further:
@@ -257,14 +259,14 @@ class _Screen:
                 self._omit("more")
                 return None
             case d.FieldList():
-                kept = [
+                kept_rows = [
                     row
                     for row in block.rows
                     if row.quoted
                     or not 0 < row.spare <= self.level
                     or (self.notes and row.is_note and row.spare >= TIGHT_LEVEL)
                 ]
-                fields = [replace(row, parts=self._keep_parts(row)) for row in kept]
+                fields = [replace(row, parts=self._keep_parts(row)) for row in kept_rows]
                 if sum(len(each.parts) for each in block.rows) > sum(len(f.parts) for f in fields):
                     self._omit("more")
                 return replace(block, rows=fields)
@@ -386,19 +388,21 @@ class _Screen:
         if table.title:
             self.page.blank_line()
             self.page.wrap(labels.clean(table.title), indent=2, style="dim")
-        kept = list(range(len(table.head)))
-        empty = [n for n in kept[1:] if all(d.plain_text(row[n]) == t.EMPTY_CELL for row in rows)]
+        columns = list(range(len(table.head)))
+        empty = [
+            n for n in columns[1:] if all(d.plain_text(row[n]) == t.EMPTY_CELL for row in rows)
+        ]
         for column in dict.fromkeys((*empty, *table.optional)):
             widths = (
-                max(cell_len(d.plain_text(row[n])) for row in (table.head, *rows)) for n in kept
+                max(cell_len(d.plain_text(row[n])) for row in (table.head, *rows)) for n in columns
             )
-            if sum(widths) + 2 * len(kept) <= self.page.width:
+            if sum(widths) + 2 * len(columns) <= self.page.width:
                 break
-            kept.remove(column)
+            columns.remove(column)
         self.page.table(
-            [table.head[n] for n in kept],
-            [[_style_cell(row[n]) for n in kept] for row in rows],
-            align="".join(table.sides[n] for n in kept),
+            [table.head[n] for n in columns],
+            [[_style_cell(row[n]) for n in columns] for row in rows],
+            align="".join(table.sides[n] for n in columns),
             below=table.below,
         )
         if table.omitted_note and len(rows) < len(table.rows):
@@ -534,10 +538,10 @@ class Page:
     def code(self, label: str, text: str, *, indent: int = 4) -> None:
         """Add a snippet with unchanged lines: next to its name if they fit, with comments moved
         above their line if necessary, or else below the name and further left, folded."""
-        given = clean(text, lines=True).strip("\n").split("\n")
+        code_lines = clean(text, lines=True).strip("\n").split("\n")
         lead = " " * indent
         for width in (self.width - indent - LABEL_WIDTH - 2, self.width - indent - 2):
-            lines = [piece for line in given for piece in _move_comment(line, width)]
+            lines = [piece for line in code_lines for piece in _move_comment(line, width)]
             if max(map(cell_len, lines)) <= width:
                 break
         if max(map(cell_len, lines)) <= self.width - indent - LABEL_WIDTH - 2:

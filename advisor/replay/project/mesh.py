@@ -265,13 +265,13 @@ class MeshProjector:
         if recorded:
             best = max(recorded)
             return min(recorded), best, best
-        given = self.node_links.network_gb_per_s
-        if given is None:
+        network_rate = self.node_links.network_gb_per_s
+        if network_rate is None:
             raise AdvisorError(
                 "nothing recorded crosses nodes, and the new mesh does: --node-bandwidth GB/S says "
                 "how fast a GPU sends there"
             )
-        return given * ATTAINED_SHARES[0], given * ATTAINED_SHARES[1], given
+        return network_rate * ATTAINED_SHARES[0], network_rate * ATTAINED_SHARES[1], network_rate
 
     def _has_assumptions(self, mesh: Mesh) -> bool:
         """Return whether an axis of the mesh, or the rate of one of its links, was not recorded."""

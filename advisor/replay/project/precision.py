@@ -449,9 +449,9 @@ class _Conversion:
         return notes
 
     def _snippet(self, layers: tuple[LinearLayerGroup, ...]) -> str:
-        kept = sorted({x.where for x in layers if not x.convert and " > " in x.where})
+        precise_layers = sorted({x.where for x in layers if not x.convert and " > " in x.where})
         return conversion_snippet(
-            self.name, training=self.training, engine=self.a.engine, leave=kept
+            self.name, training=self.training, engine=self.a.engine, leave=precise_layers
         )
 
 
@@ -459,9 +459,9 @@ def conversion_snippet(name: str, *, training: bool, engine: str | None, leave: 
     """Return the lines that convert a PyTorch model, with the versions of their documentation."""
     if engine in SERVERS and name in SERVED_FORMATS:
         return f"# {SERVERS[engine][1]}\n{SERVERS[engine][0].format(SERVED_FORMATS[name])}"
-    kept = f"  # leave: {', '.join(leave[:3])}" if leave else ""
+    comment = f"  # leave: {', '.join(leave[:3])}" if leave else ""
     lines = TRAINING if training else INFERENCE
-    return lines[name].format(kept=kept)
+    return lines[name].format(kept=comment)
 
 
 SERVERS = {

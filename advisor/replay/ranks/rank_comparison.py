@@ -93,7 +93,7 @@ class RankComparison:
         not replayed), largest gain first."""
         replayed = not self.replay.reason
         result = [*find_outliers(self.job), *slow_links(self.job)]
-        kept: list[tuple[Deviation, JobGain | None]] = []
+        deviations: list[tuple[Deviation, JobGain | None]] = []
         for deviation in self._merge_deviations(result) if replayed else result:
             # a rank that is not replayed (its file is truncated) has no estimate
             is_replayed = (
@@ -101,14 +101,14 @@ class RankComparison:
             )
             gain = estimate_gain(self.job, self.replay, deviation) if is_replayed else None
             if gain is None or gain.gain >= MIN_HELD_UP_SHARE * self.job.step_ns:
-                kept.append((deviation, gain))
-        kept.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
-        return kept[:_MAX_OUTLIERS]
+                deviations.append((deviation, gain))
+        deviations.sort(key=lambda item: -(item[0].excess_ns if item[1] is None else item[1].gain))
+        return deviations[:_MAX_OUTLIERS]
 
     def _merge_deviations(self, result: list[Deviation]) -> list[Deviation]:
         """Merge ranks that differ in the same way if only all together delay the job: each alone
         gains little while the next rank is as late."""
-        kept: list[Deviation] = []
+        deviations: list[Deviation] = []
         for kind in dict.fromkeys(each.kind for each in result):
             same = [each for each in result if each.kind == kind]
             single = [each for each in same if each.members.unit == "rank" and not each.rank_varies]
@@ -122,8 +122,8 @@ class RankComparison:
                 alone = sum(max(0.0, gain) for gain in gains)
                 if alone < MIN_ALONE_SHARE * estimate_gain(self.job, self.replay, joint).gain:
                     same = [joint, *(each for each in same if each not in single)]
-            kept += same
-        return kept
+            deviations += same
+        return deviations
 
     @cached_property
     def values(self) -> Floats:

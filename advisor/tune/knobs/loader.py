@@ -30,8 +30,8 @@ class _LoaderKnob(Knob):
         loader_arguments(change)
 
     def lines(self, value: Value) -> str:
-        kept = self.kept_arguments(value).items()
-        return f"DataLoader(..., {', '.join(f'{k}={v}' for k, v in kept if v is not False)})"
+        arguments = self.kept_arguments(value).items()
+        return f"DataLoader(..., {', '.join(f'{k}={v}' for k, v in arguments if v is not False)})"
 
     def arguments(self, value: Value) -> tuple[frozenset[str], dict[str, object]]:
         return LOADERS, self.kept_arguments(value)

@@ -458,8 +458,12 @@ def _read_metric(data: bytes, field: Field, strings: list[str]) -> tuple[str, Me
         if inner.number == 1 and inner.wire == VARINT:
             name = strings[inner.value]
         elif inner.number == 2 and inner.wire == BYTES:
-            for kept in _inner_fields(data, inner):
-                value = _read_text(data, kept) if kept.wire == BYTES else _read_number(kept)
+            for inner_field in _inner_fields(data, inner):
+                value = (
+                    _read_text(data, inner_field)
+                    if inner_field.wire == BYTES
+                    else _read_number(inner_field)
+                )
     if value is None:
         return name, None
     unit = next((unit for pattern, unit in _UNIT_PATTERNS if re.search(pattern, name)), "")

@@ -117,7 +117,7 @@ def command(
     except SeveralRuns as error:
         if len(paths) > 1 or live:
             raise
-        folder, paths = paths[0], list(map(str, error.found[:MAX_RUNS]))
+        folder, paths = paths[0], list(map(str, error.runs[:MAX_RUNS]))
     for path in paths if not (live or folder) else ():
         if read_saved_report(path) is None:
             require_trace(path)

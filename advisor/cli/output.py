@@ -298,21 +298,19 @@ def offer_runs(error: SeveralRuns, arguments: list[str]) -> str:
     from advisor.core.text import count_noun
     from advisor.read.runs import describe_run
 
-    lines = [describe_run(path) for path in error.found[:MAX_RUNS]]
+    lines = [describe_run(path) for path in error.runs[:MAX_RUNS]]
     lines.sort(key=lambda line: line.started_unix_ns, reverse=True)
     width = max(len(clean(line.path)) for line in lines)
     for line in lines:
         print(f"  {clean(line.path):<{width}}  {_describe_run(line)}".rstrip(), file=sys.stderr)
-    hidden = len(error.found) - len(lines)
+    hidden = len(error.runs) - len(lines)
     if hidden:
         print(f"  and {count_noun(hidden, 'older run')}", file=sys.stderr)
     chosen = str(lines[0].path)
-    words = [chosen if word == error.given else word for word in arguments]
+    words = [chosen if word == error.path else word for word in arguments]
     if chosen not in words:
         return str(error)
-    return (
-        f"{error.given} contains several runs, listed above; choose one: {_format_command(words)}"
-    )
+    return f"{error.path} contains several runs, listed above; choose one: {_format_command(words)}"
 
 
 def newest_run(paths: list[str]) -> list[str]:
@@ -327,12 +325,12 @@ def newest_run(paths: list[str]) -> list[str]:
         if len(paths) == 1:
             refuse_several(paths[0])
     except (OSError, SeveralRuns) as error:
-        run_folders = error.found[:MAX_RUNS] if isinstance(error, SeveralRuns) else []
+        run_folders = error.runs[:MAX_RUNS] if isinstance(error, SeveralRuns) else []
         lines = sorted(map(describe_run, run_folders), key=lambda line: -line.started_unix_ns)
         chosen = next((n for n, line in enumerate(lines) if not _why_skipped(line)), None)
         if chosen is not None and len(lines) > 1:
             run, *older = lines[chosen:]
-            total = len(error.found) if isinstance(error, SeveralRuns) else len(run_folders)
+            total = len(error.runs) if isinstance(error, SeveralRuns) else len(run_folders)
             chosen_run = (
                 f"{clean(run.path)}, the newest of {total} runs"
                 f"{' that can be analysed' * bool(chosen)}: "

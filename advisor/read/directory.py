@@ -507,8 +507,8 @@ def _find_only_run(path: str | Path) -> str | Path:
     try:
         refuse_several(str(path))
     except SeveralRuns as several:
-        if len(several.found) == 1:
-            return several.found[0]
+        if len(several.runs) == 1:
+            return several.runs[0]
     except OSError:
         pass
     return path

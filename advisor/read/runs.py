@@ -44,12 +44,12 @@ class RunLine(NamedTuple):
 class SeveralRuns(AdvisorError):
     """Error for a folder that contains runs but is not a run."""
 
-    def __init__(self, given: str, found: list[Path]) -> None:
-        self.given = given
-        self.found = found
+    def __init__(self, path: str, runs: list[Path]) -> None:
+        self.path = path
+        self.runs = runs
         """Run directories, latest start first."""
-        count = "a run" if len(found) == 1 else f"{len(found)} runs"
-        super().__init__(f"{given}: a folder with {count} in it; give one, such as {found[0]}")
+        count = "a run" if len(runs) == 1 else f"{len(runs)} runs"
+        super().__init__(f"{path}: a folder with {count} in it; give one, such as {runs[0]}")
 
 
 def runs_in(folder: Path) -> list[Path]:

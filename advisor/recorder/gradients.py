@@ -49,7 +49,7 @@ class _Check(NamedTuple):
 
     optimizer: int
     gradients: dict[int, _Gradient]
-    made: set[int]
+    new: set[int]
     """Parameters with a new gradient since the previous check."""
     decided: set[int]
     """Parameters with a new gradient whose own optimizer has stepped since then."""
@@ -216,7 +216,7 @@ class UnusedGradientFinder:
         for check in self._checks:
             if check.optimizer == id(optimizer):
                 continue
-            for key in check.made & optimized:
+            for key in check.new & optimized:
                 gradient, after = check.gradients[key], gradients.get(key)
                 is_gone = after is None or gradient.gradient() is not after.gradient()
                 if (
@@ -226,12 +226,12 @@ class UnusedGradientFinder:
                 ):
                     check.dropped.add(key)
                 check.decided.add(key)
-        checks = {
+        new_parameters = {
             key
             for key, gradient in gradients.items()
             if (earlier := before.get(key)) is None or _is_new(earlier, gradient)
         }
-        self._checks.append(_Check(id(optimizer), gradients, checks, set(), set()))
+        self._checks.append(_Check(id(optimizer), gradients, new_parameters, set(), set()))
 
     def _report_dropped(self) -> None:
         """Write the passes that drop gradients of another optimizer's parameters."""
@@ -240,7 +240,7 @@ class UnusedGradientFinder:
             rows = [
                 (gradient, key not in check.dropped)
                 for key, gradient in check.gradients.items()
-                if key in check.made
+                if key in check.new
             ]
             described = _describe(rows)
             if check.dropped and len(rows) <= _MAX_PARAMETERS and described not in passes:

@@ -62,7 +62,7 @@ class Pass:
 
     tokens: list[int] = field(default_factory=list)
     """Number of tokens that each embedding looks up."""
-    made: set[int] = field(default_factory=set)
+    computed: set[int] = field(default_factory=set)
     """Numbers of elements of the tensors that the pass computes on."""
     encoded: int = 0
     """Maximum rows of a convolution, a recurrent layer, or a linear layer on the pass's own
@@ -75,7 +75,7 @@ class Pass:
     def constant_copies(self, layers: Layers) -> list[int]:
         """Return the rows of copies of what such layers read or make, keys beside values."""
         sizes = {part for _, (m, k, n) in layers for part in (m * k, m * n, m * n // 2)}
-        return [row for row, elements in self.copies if elements in sizes - self.made]
+        return [row for row, elements in self.copies if elements in sizes - self.computed]
 
 
 def _count_sizes(layers: Layers | None) -> Counter[tuple[int, ...]]:
@@ -298,10 +298,10 @@ def _add_operator(part: Pass, row: int, name: str, inputs: OpInputs, vocabulary:
     if name == EMBEDDING and len(tensors) > 1:
         if tensors[0].shape[:1] == (vocabulary,):
             part.tokens.append(tensors[1].elements)
-        part.made.add(tensors[1].elements * prod(tensors[0].shape[1:]))
+        part.computed.add(tensors[1].elements * prod(tensors[0].shape[1:]))
     elif product is not None and _is_projection(name, product):
         rows = product.m * product.batch
-        if product.a.elements not in part.made:
+        if product.a.elements not in part.computed:
             part.layers.append((row, (rows, product.k, product.n)))
         elif product.n > 1:  # one output is a score for each row
             part.encoded = max(part.encoded, rows)
@@ -312,7 +312,7 @@ def _add_operator(part: Pass, row: int, name: str, inputs: OpInputs, vocabulary:
             part.copies.append((row, tensors[0].elements))
     else:
         operands = tensors[:1] if PRODUCT_OPS.search(name) else tensors
-        part.made.update(tensor.elements for tensor in operands)
+        part.computed.update(tensor.elements for tensor in operands)
 
 
 ATTENTION = "aten::scaled_dot_product_attention"

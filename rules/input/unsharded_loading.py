@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
     shape: tuple[int, ...]
     """Shape of the batch."""
-    kept: int
+    kept_samples: int
     """Samples that are kept."""
     row: int
     """Row of ``trace.cpu`` of the operator that takes the part."""
@@ -101,7 +101,7 @@ class UnshardedLoading(Rule):
         parts = _find_parts(a, world)
         if len(parts) < self.min_steps_share * a.step_count:
             return
-        samples, kept = parts[0].samples, parts[0].kept
+        samples, kept = parts[0].samples, parts[0].kept_samples
         loader = a.trace.cpu["name"].gather(waits.host[:1])
         select = Select(on="host", name=LOADER)
         share = kept / samples

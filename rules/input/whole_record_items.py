@@ -39,7 +39,7 @@ class _WholeRecords(NamedTuple):
     """Share of the time of all operators in the loader."""
     length: int
     """Length of a record."""
-    kept: int
+    kept_length: int
     """Length of the longest part that an item keeps."""
 
 
@@ -104,15 +104,17 @@ class WholeRecordItems(Rule):
             return
         yield Finding(
             summary=(
-                f"Items keep {records.kept:,} of {records.length:,} elements of a record, and "
-                f"compute on all of it. This takes {of_step(a, ns)}."
+                f"Items keep {records.kept_length:,} of {records.length:,} elements of a record, "
+                f"and compute on all of it. This takes {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "loading", waits.exposed),
                 Evidence("operators on whole records, share of loading", records.share, "share"),
                 self.compare("length of a record", records.length, "min_length", "count"),
                 self.compare(
-                    "part that an item keeps", records.kept / records.length, "max_kept_share"
+                    "part that an item keeps",
+                    records.kept_length / records.length,
+                    "max_kept_share",
                 ),
                 self.compare_share(a, "work on whole records", ns),
             ],
@@ -171,7 +173,7 @@ class WholeRecordItems(Rule):
         return {
             "windows of a year": _build_windows(),
             "in a recorded run": _build_windows(recorded=True),
-            "stored features": (_build_windows(computes=False), "found is None"),
+            "stored features": (_build_windows(computes=False), "records is None"),
             "most of a record": (_build_windows(kept=6000), "max_kept_share"),
             "short records": (_build_windows(length=200, kept=20), "min_length"),
             "worker processes": (_build_windows(workers=True), "waits is None"),

@@ -141,11 +141,11 @@ class DroppedPositions(Rule):
             return
         columns = find_dropped_columns(a, self.max_kept_share)
         for dropped in [*self._find_dropped(a), *columns]:
-            layer_rows = np.array(dropped.made)
+            layer_rows = np.array(dropped.rows)
             rows, backward_rows = with_backward(a, layer_rows, np.array(dropped.through))
             ns = time_of_operators(a, rows)
             times_as_long = (1, self.best_kept_x, self.worst_kept_x)
-            saved = [ns * max(0.0, 1 - x * dropped.kept) for x in times_as_long]
+            saved = [ns * max(0.0, 1 - x * dropped.used_share) for x in times_as_long]
             if saved[0] < self.min_share * a.span_ns:
                 continue
             sizes = " × ".join(f"{size:,}" for size in dropped.shape)
@@ -153,13 +153,15 @@ class DroppedPositions(Rule):
             yield Finding(
                 summary=(
                     f"A layer computes {'up to ' * (dropped.lengths > 1)}{sizes} results, and "
-                    f"{dropped.kept:.0%} of them are used: [{dropped.part}].{backward} takes "
+                    f"{dropped.used_share:.0%} of them are used: [{dropped.part}].{backward} takes "
                     f"{of_step(a, ns)}."
                 ),
                 evidence=[
                     amount_per_step(a, "time of the layer", ns),
-                    amount_per_step(a, "calls of the layer", len(dropped.made), "count"),
-                    self.compare("part of the result that is used", dropped.kept, "max_kept_share"),
+                    amount_per_step(a, "calls of the layer", len(dropped.rows), "count"),
+                    self.compare(
+                        "part of the result that is used", dropped.used_share, "max_kept_share"
+                    ),
                     self.compare_share(a, "work on dropped positions", saved[0]),
                 ],
                 where=costliest_places(a, layer_rows, top=1 if dropped.ahead else 3),
@@ -237,11 +239,11 @@ class DroppedPositions(Rule):
             dropped = dropped_layers.setdefault(
                 (shape, index), Dropped(shape, kept, index, [], [], names[begin:first])
             )
-            dropped.made.extend(rows[begin:at])
+            dropped.rows.extend(rows[begin:at])
             dropped.through.extend(rows[begin : at + 1])
             if again < len(rows) and all(keeps[again + 1 :]):
                 # the recording ends before a part of the last call's result is taken
-                dropped.made.extend(rows[again - (first - begin) : again + at - first])
+                dropped.rows.extend(rows[again - (first - begin) : again + at - first])
         return _merge_lengths(
             [dropped for dropped in dropped_layers.values() if dropped.shape not in needed]
         )
@@ -292,12 +294,12 @@ def _merge_lengths(layers: list[Dropped]) -> list[Dropped]:
         key = (len(layer.shape), layer.shape[-1], layer.part)
         largest = merged.setdefault(key, layer)
         if largest is not layer:
-            count, more = len(largest.made), len(layer.made)
-            kept = (largest.kept * count + layer.kept * more) / (count + more)
+            count, more = len(largest.rows), len(layer.rows)
+            kept = (largest.used_share * count + layer.used_share * more) / (count + more)
             merged[key] = largest._replace(
-                kept=kept,
+                used_share=kept,
                 lengths=largest.lengths + 1,
-                made=largest.made + layer.made,
+                rows=largest.rows + layer.rows,
                 through=largest.through + layer.through,
             )
     return list(merged.values())

@@ -118,9 +118,9 @@ class LayerAfterGather(Rule):
             "nodes of each edge": _build_model(),
             "on a GPU": _build_model(gpu="A100"),
             "in inference": _build_model(trains=False),
-            "a part of the rows": (_build_model(edges=300), "not found"),
-            "something in between": (_build_model(between="aten::tanh"), "not found"),
-            "other widths": (_build_model(width=32), "not found"),
+            "a part of the rows": (_build_model(edges=300), "not gathers"),
+            "something in between": (_build_model(between="aten::tanh"), "not gathers"),
+            "other widths": (_build_model(width=32), "not gathers"),
             "hardly any time": (_build_model(us=20), "min_share"),
         }
 

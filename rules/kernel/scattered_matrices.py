@@ -100,11 +100,11 @@ class ScatteredMatrices(Rule):
     def examples() -> Examples:
         return {
             "a matrix for each frequency": _build_products([1, 9408, 196]),
-            "contiguous matrices": (_build_products([2304, 48, 1]), "not found"),
-            "transposed matrices": (_build_products([2304, 1, 48]), "not found"),
-            "the smaller operand": (_build_products([1, 9408, 196], left=400), "not found"),
+            "contiguous matrices": (_build_products([2304, 48, 1]), "not matrices"),
+            "transposed matrices": (_build_products([2304, 1, 48]), "not matrices"),
+            "the smaller operand": (_build_products([1, 9408, 196], left=400), "not matrices"),
             "a few heads": (_build_products([1, 384, 8], batch=8), "min_batch"),
-            "a vector for each": (_build_products([1, 196, 196], rows=1), "not found"),
+            "a vector for each": (_build_products([1, 196, 196], rows=1), "not matrices"),
             "on a GPU": (_build_products([1, 9408, 196], gpu="A100"), "a.device_id is not None"),
             "hardly any time": (_build_products([1, 9408, 196], us=100), "min_share"),
         }

@@ -250,7 +250,7 @@ class HugeVocabulary(Rule):
                 snapshot_example(logits=16 << 20),
                 "min_memory",
             ),
-            "a snapshot without a loss": (snapshot_example(logits=0), "held is None"),
+            "a snapshot without a loss": (snapshot_example(logits=0), "logits is None"),
         }
 
 

@@ -38,11 +38,11 @@ class Dropped(NamedTuple):
 
     shape: Shape
     """Shape of the result."""
-    kept: float
+    used_share: float
     """Share of the result that is used."""
     part: str
     """Index of the part in Python's syntax."""
-    made: list[int]
+    rows: list[int]
     """Rows of ``trace.cpu`` that compute the whole result."""
     through: list[int]
     """Rows of all operators from the layer to the one that takes the part."""
@@ -108,7 +108,7 @@ def find_dropped_columns(a: Analysis, max_kept: float) -> Iterator[Dropped]:
             text = text.rpartition(", ")[0] + ", positions"
         chain_rows = [calls[i].row for i in chain]
         entry = dropped.setdefault((shape, text), Dropped(shape, total, text, [], [], []))
-        entry.made.extend(chain_rows)
+        entry.rows.extend(chain_rows)
         entry.through.extend([*chain_rows, *_rows_of_takers(calls, readers)])
         if not entry.ahead:
             entry.ahead.extend(calls[i].name for i in chain)

@@ -383,7 +383,7 @@ class AttentionBlocks(NamedTuple):
 
     rows: Mask
     """Kernels of these passes, including PyTorch's own fallback, aligned with ``trace.gpu``."""
-    found: Mask
+    blocks: Mask
     """Kernels of product, softmax, product, and everything in between."""
     first: NDArray[np.int64]
     """Rows of ``trace.gpu``: the product before each softmax, the softmax, the product after it."""
@@ -483,7 +483,7 @@ def estimate_fused_time(a: Analysis, blocks: AttentionBlocks) -> FusedEstimate |
         return None
     # assume blocks without shapes, and the rest of the fallback, to be like the others
     scale = len(blocks.first) / measured_calls
-    scale *= summed_duration(a, blocks.rows) / max(1, summed_duration(a, blocks.found))
+    scale *= summed_duration(a, blocks.rows) / max(1, summed_duration(a, blocks.blocks))
     return FusedEstimate(half_ns * scale, full_ns * scale, tokens, wide)
 
 

@@ -343,7 +343,7 @@ def recorded_snapshot(a: Analysis) -> MemorySnapshot | None:
         blocks=_concat_parts(BLOCK_SCHEMA, [part[1] for part in parts]),
         events=_concat_parts(EVENT_SCHEMA, [part[2] for part in parts]),
         annotations=_concat_parts(ANNOTATION_SCHEMA, annotations),
-        stacks=tuple(stacks.made),
+        stacks=tuple(stacks.stacks),
         source="trace",
     )
 
@@ -407,7 +407,7 @@ class _StackTable:
         self._recorded = cpu["sequence"].is_not_null().to_numpy()
         self._by_row: dict[int, int] = {-1: -1}
         self._by_path: dict[tuple[int, SnapshotFrame | None], int] = {}
-        self.made: list[Stack] = []
+        self.stacks: list[Stack] = []
 
     def index_of(self, row: int) -> int | None:
         """Return the index of a row's stack in ``made``, or ``None`` if it has no frame."""
@@ -425,8 +425,8 @@ class _StackTable:
             return outer
         key = (outer, frame)
         if key not in self._by_path:
-            self._by_path[key] = len(self.made)
-            self.made.append((frame, *(self.made[outer] if outer >= 0 else ()))[:_MAX_DEPTH])
+            self._by_path[key] = len(self.stacks)
+            self.stacks.append((frame, *(self.stacks[outer] if outer >= 0 else ()))[:_MAX_DEPTH])
         return self._by_path[key]
 
     def _frame(self, row: int) -> SnapshotFrame | None:

@@ -186,7 +186,7 @@ class _LogData:
     compilations: int = 0
     ns: float = 0.0
     inductor_ns: float | None = None
-    found: dict[Any, GraphBreak] = field(default_factory=dict)
+    graph_breaks: dict[Any, GraphBreak] = field(default_factory=dict)
     recompilations: Causes = field(default_factory=dict)
     not_compiled: Causes = field(default_factory=dict)
     without_cuda_graphs: Causes = field(default_factory=dict)
@@ -210,7 +210,7 @@ class _LogData:
                 resumed_frames.setdefault(self.broken_at[file, line], []).append(frame)
         return [
             structs.replace(graph_break, frames=sorted(resumed_frames.get(key, [])))
-            for key, graph_break in self.found.items()
+            for key, graph_break in self.graph_breaks.items()
         ]
 
 
@@ -317,11 +317,11 @@ def _add_break(log: _LogData, payload: list[str]) -> None:
         count=1,
     )
     key = graph_break.file, graph_break.line, graph_break.reason
-    known_break = log.found.get(key)
+    known_break = log.graph_breaks.get(key)
     if known_break is not None:
-        log.found[key] = structs.replace(known_break, count=known_break.count + 1)
-    elif len(log.found) < _MAX_CAUSES:
-        log.found[key] = graph_break
+        log.graph_breaks[key] = structs.replace(known_break, count=known_break.count + 1)
+    elif len(log.graph_breaks) < _MAX_CAUSES:
+        log.graph_breaks[key] = graph_break
         log.broken_at[graph_break.file, graph_break.line] = key
         for user_frame in user_frames:
             log.broken_at.setdefault(

@@ -67,7 +67,7 @@ def write_host_verdict(
     elif count_launches(a.trace):
         calls = t.count_noun(count_launches(a.trace), "launch call")
         why = f"The recording has {calls} but no kernel: the profiler lost all GPU work."
-        warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=3")
+        warm = schedule_of(meta, ": ", "wait=1, warmup=1, active=5")
         action = f"Record again after a warm-up{warm}."
     on_host = a.rank_record is not None and a.trains_on_host and not meta.truncated
     if on_host:

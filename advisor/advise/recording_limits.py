@@ -299,7 +299,7 @@ def _explain_missing_device_work(trace: Trace) -> str:
     return (
         f"{lost}the profiler lost the records of all of it, as calls are only recorded together "
         f"with what they launch. {t.upper_first(measured)} Record again, after a warm-up"
-        f"{schedule_of(trace.meta, ' (', 'wait=1, warmup=1, active=3', ')')} and without another "
+        f"{schedule_of(trace.meta, ' (', 'wait=1, warmup=1, active=5', ')')} and without another "
         "profiler on the same GPU."
     )
 
@@ -691,7 +691,7 @@ def describe_lost_replays(a: Analysis) -> str:
     """Say that records of graph replays are lost, and what to record. Empty if none are lost."""
     if not a.lost_records.has_lost_replays:
         return ""
-    schedule = schedule_of(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=3")
+    schedule = schedule_of(a.trace.meta, ", for instance ", "wait=1, warmup=3, active=5")
     return (
         f"The profiler lost about {a.lost_records.replayed:,} of {a.lost_records.launches:,} "
         f"kernels of graph replays: record fewer steps{schedule}."

@@ -294,7 +294,8 @@ def describe_recorded_steps(report: Report) -> list[str]:
         parts.append(f"{first[0]} {t.format_duration(first[1])} without the profiler")
         if other[1] and abs(other[1] / first[1] - 1) > EQUAL_STEP_SHARE:
             parts.append(f"{other[0]} {t.format_duration(other[1])}")
-    parts += _describe_slow_steps(report)
+    repeated = list_repeated_parts(report)
+    parts += [] if repeated else _describe_slow_steps(report)
     if view.p99_ns is not None:
         parts.append(f"99th percentile {t.format_duration(view.p99_ns)}")
     if view.outside_ns and (view.outside_share or 0.0) >= MIN_PAUSES_SHARE:
@@ -308,14 +309,14 @@ def describe_recorded_steps(report: Report) -> list[str]:
         parts.append("the disk was full: later steps are not recorded")
     elif view.ended != "finished":
         parts.append(f"ended by {labels.clean(view.ended)}")
-    if view.samples_per_second is not None:  # last, as a full page leaves it out
+    if view.samples_per_second is not None:
         parts.append(f"{view.samples_per_second:,.0f}{SAMPLE_RATE}")
-    return parts
+    return [*parts, *repeated]  # last, as a full page leaves them out
 
 
 OTHER_LOAD: Final = "other load on the CPUs"
 SAMPLE_RATE: Final = " samples/s"
-"""Unit of the last part of a run's line."""
+"""Unit of a part of a run's line."""
 
 
 class SlowSteps(NamedTuple):
@@ -366,6 +367,12 @@ def _describe_slow_steps(report: Report) -> list[str]:
     shown = f"{slow.sentence_start}{which}: {t.format_share(slow.share)} of the time"
     load = other_load(report)
     return [shown, load] if load else [shown]
+
+
+def list_repeated_parts(report: Report) -> list[str]:
+    """Return the parts of a run's line that the verdict says too."""
+    slow = find_slow_steps(report)
+    return _describe_slow_steps(report) if slow and slow.sentence_start in report.verdict else []
 
 
 def other_load(report: Report) -> str:

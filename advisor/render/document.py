@@ -86,6 +86,8 @@ class TextField:
     spare: int = 0
     min_parts: int | None = None
     """Number of parts that a terminal keeps to fit a screen, or ``None`` for all."""
+    is_list: bool = False
+    """Whether the parts are shares of one whole, and a shortened line ends with ``…``."""
     is_note: bool = False
     """Whether the field is a note on a gain, which a terminal keeps if anything fits."""
     quoted: bool = False

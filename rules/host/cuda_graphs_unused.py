@@ -136,7 +136,7 @@ class CudaGraphsUnused(Rule):
             yield SkippedCheck(
                 what="whether the same kernels repeat in every step, as CUDA graphs need",
                 why="the trace marks fewer than two steps",
-                record="schedule(wait=1, warmup=2, active=3) and profiler.step() in the loop",
+                record="schedule(wait=1, warmup=2, active=5) and profiler.step() in the loop",
             )
             return
         if not is_static:

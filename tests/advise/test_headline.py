@@ -722,7 +722,7 @@ def test_two_ranks_have_no_median(shared_file: Callable[[str], str]) -> None:
     [
         (
             "a100_kernels_lost",
-            "Record again after a warm-up: schedule(wait=1, warmup=1, active=3) and prof.step() ",
+            "Record again after a warm-up: schedule(wait=1, warmup=1, active=5) and prof.step() ",
         ),
         ("cupti_counters", "Record without counters."),
         ("alexnet", "Record after a few steps: schedule(skip_first=10, "),

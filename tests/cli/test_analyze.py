@@ -538,8 +538,9 @@ def test_truncated_file_fails_the_gate(advisor: Run) -> None:
 def test_whatif_without_an_edit_offers_edits_of_findings(advisor: Run, slow_trace: Path) -> None:
     code, out, err = advisor("whatif", slow_trace)
     assert (code, err) == (0, "")
-    first, _, heading, target, *rest = out.splitlines()
+    first, _, heading, target, *rest, legend = out.splitlines()
     title, edits = rest[-2:]
+    assert legend == "    (a..b..c: the optimistic, the central and the pessimistic value)"
     assert first.startswith("Give an edit, such as: ") and first.endswith("'remove gap:loader'")
     assert heading == "Targets of this trace, per step:"
     # by hand: each step waits 10 ms; with the report's name of the cause
@@ -556,7 +557,8 @@ def test_whatif_offers_edits_of_findings_without_work_of_a_gpu(advisor: Run) -> 
     run = Path(__file__).parents[1] / "data/recorded/second_forward.slow"
     code, out, err = advisor("whatif", run)
     assert (code, err) == (0, "")
-    first, _, heading, title, edits = out.splitlines()
+    first, _, heading, title, edits, legend = out.splitlines()
+    assert ".." in edits and legend.strip().startswith("(a..b..c: the optimistic")
     assert heading == "What this trace's fixes change, to paste:"
     assert title == " 1  The forward pass runs twice in each step"
     assert first.endswith(edits.strip())

@@ -58,6 +58,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(CORPUS / "pairs" / "loader_profiler_workers0.json.gz", folder / "trace.json.gz")
     shutil.copy(CORPUS / "pairs" / "loader_profiler_workers4.json.gz", folder / "after.json.gz")
     (folder / "train.py").write_text(SCRIPT)
+    for path in (CORPUS / "pairs").glob("loader_profiler_workers*.gz"):  # after the README's cd
+        shutil.copy(path, folder)
+    for name in ("main1", "main2", "main3"):
+        shutil.copytree(CORPUS.parent / "data" / "own_script" / name, folder / "runs" / name)
     for name in ("pairs", "dlrm_8ranks", "ncu", "serving", "memory"):
         (folder / name).symlink_to(CORPUS / name)
     (folder / "tests").symlink_to(CORPUS.parent)

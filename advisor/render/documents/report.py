@@ -33,6 +33,8 @@ _MIN_PARTS: Final = {
     "trace": 4, "steps": 3, "host": 2, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2,
 }  # fmt: skip
 """Minimum number of parts of a line then, or one less on the fullest page."""
+_LISTS: Final = ("host", "path", "ops", "idle")
+"""Lines whose parts are shares of one whole."""
 
 
 def build(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
@@ -59,7 +61,8 @@ def build(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
                         label,
                         parts,
                         spare=_SPARE.get(label, 0),
-                        min_parts=_count_kept(label, parts),
+                        min_parts=_count_kept(label, parts, report),
+                        is_list=label in _LISTS,
                         quoted=label == "host" and report_text.quotes_phase(report),
                     )
                     for label, parts in report_text.describe_scope(report)
@@ -85,11 +88,15 @@ def build(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.Document:
 # -- where the time goes ------------------------------------------------------------------------
 
 
-def _count_kept(label: str, parts: Sequence[str]) -> int | None:
-    """Return the number of parts of a line to keep, as in ``TextField.min_parts``. The fullest page
-    leaves out a run's samples per second."""
-    has_rate = label == "run" and parts[-1].endswith(report_text.SAMPLE_RATE)
-    return len(parts) if has_rate else _MIN_PARTS.get(label)
+def _count_kept(label: str, parts: Sequence[str], report: Report) -> int | None:
+    """Return the number of parts of a line to keep, as in ``TextField.min_parts``. A full page
+    leaves out what the verdict says too, and the fullest one a run's samples per second."""
+    if label != "run":
+        return _MIN_PARTS.get(label)
+    kept = len(parts) - len(report_text.list_repeated_parts(report))
+    if parts[kept - 1].endswith(report_text.SAMPLE_RATE):
+        return kept
+    return kept + 1 if kept < len(parts) else None
 
 
 def _build_tiles(report: Report) -> Iterator[d.Block]:
@@ -111,6 +118,7 @@ def _build_time(report: Report, options: d.RenderOptions) -> Iterator[d.Block]:
             detail=label not in _SHORT_FIGURES,
             spare=_SPARE.get(label, 0),
             min_parts=_MIN_PARTS.get(label),
+            is_list=label in _LISTS,
             quoted=label == "ops" and report_text.quotes_operator(report),
         )
         for label, parts in report_text.headline_numbers(report)

@@ -267,7 +267,9 @@ class _Screen:
                     or (self.notes and row.is_note and row.spare >= TIGHT_LEVEL)
                 ]
                 fields = [replace(row, parts=self._keep_parts(row)) for row in kept_rows]
-                if sum(len(each.parts) for each in block.rows) > sum(len(f.parts) for f in fields):
+                pairs = zip(kept_rows, fields, strict=True)
+                is_cut = any(row.parts != field.parts for row, field in pairs)
+                if is_cut or len(kept_rows) < len(block.rows):
                     self._omit("more")
                 return replace(block, rows=fields)
             case d.Grid() if block.min_rows is not None:
@@ -281,7 +283,8 @@ class _Screen:
         """Return the parts of a line that are kept at this level."""
         if row.min_parts is None:
             return row.parts
-        return row.parts[: max(1, row.min_parts - (self.level >= TIGHT_LEVEL))]
+        kept = row.parts[: max(1, row.min_parts - (self.level >= TIGHT_LEVEL))]
+        return [*kept, "…"] if row.is_list and len(kept) < len(row.parts) else kept
 
     def _omit(self, *names: str) -> None:
         """Count omitted parts by name."""

@@ -37,7 +37,7 @@ from benchmarks.simulation.score import KIND, Score, judge
 from benchmarks.simulation.summaries import summarize_all
 
 CALIBRATED = 2_000
-"""First seed of the jobs that bands come from; below 10,000 too."""
+"""First seed of the jobs that ranges come from; below 10,000 too."""
 EACH = 14
 """Jobs of each fault, likewise."""
 REPORTED = 1_000_000
@@ -89,7 +89,7 @@ def table(results: list[Case], ranks: int) -> str:
     """The results, as Markdown."""
     lines = [
         "| fault | jobs | kind right | kind and who right | others blamed | predicted ÷ true gain "
-        "| true gain in the band | width of the band ÷ gain |",
+        "| true gain in the range | width of the range ÷ gain |",
         "|---|---|---|---|---|---|---|---|",
     ]
     by_kind: dict[str, list[Case]] = defaultdict(list)
@@ -113,8 +113,8 @@ def table(results: list[Case], ranks: int) -> str:
             f"| {name.replace('_', ' ')} | {count} | {_share(s.kind for s in scores)} "
             f"| {_share(s.right for s in scores)} | {_share(s.wrong_blames > 0 for s in scores)} "
             f"| {f'{statistics.median(ratios):.2f}' if ratios else 'no estimate'} "
-            f"| {_share(inside) if inside else 'no band'} "
-            f"| {f'{statistics.median(widths):.2f}' if widths else 'no band'} |"
+            f"| {_share(inside) if inside else 'no range'} "
+            f"| {f'{statistics.median(widths):.2f}' if widths else 'no range'} |"
         )
     healthy = by_kind.get(HEALTHY, [])
     if healthy:

@@ -3,7 +3,7 @@
     python benchmarks/bench_pairs.py [--traces DIR] [--only NAME] [--write docs/accuracy.md]
         [--ledger]
 
-A prediction is made from the first file alone, by the edit that stands for the change, with bands
+A prediction is made from the first file alone, by the edit that stands for the change, with ranges
 that know nothing of this pair. Both files are measured by interval arithmetic of this file, which
 reads the JSON itself. Without --traces: the pairs in tests/corpus. All times in ms.
 """
@@ -40,7 +40,7 @@ from advisor.replay.ledger import (
 NUMBERS = ("predicted", "low", "high", "measured", "measured_low", "measured_high")
 BEGIN, END = "<!-- pairs begin -->", "<!-- pairs end -->"
 NARROW = 0.40
-"""Half the width that a band may have, as a share of the measured change."""
+"""Half the width that a range may have, as a share of the measured change."""
 KIND_OF_RULE = {
     "gc-pauses": "host",
     "single-process-loader": "loader",
@@ -53,7 +53,7 @@ HEAD = (
     "edit",
     "before → after",
     "measured change",
-    "predicted (band)",
+    "predicted (range)",
     "off by",
     "half the range shown",
     "inside",
@@ -119,12 +119,12 @@ class Row(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Half the band that is shown, as a share of ``scale``."""
+        """Half the range that is shown, as a share of ``scale``."""
         return (self.shown_range.high - self.shown_range.low) / 2 / self.scale
 
     @property
     def inside(self) -> bool:
-        """The band holds what was measured."""
+        """The range holds what was measured."""
         return self.predicted.low <= self.truth.high and self.truth.low <= self.predicted.high
 
 
@@ -203,7 +203,7 @@ class Pair:
     after: str
     change: str
     edits: tuple[Any, ...]
-    """Lines of the edit language, or ``Edit`` as keywords, where factors have a band."""
+    """Lines of the edit language, or ``Edit`` as keywords, where factors have a range."""
     truth: Callable[[Path, Path], MeasuredChange]
     kind: str
     """Kind of the change, as far as its errors go: see ``advisor/replay/ledger.py``."""
@@ -366,11 +366,11 @@ def predict(
     a = Analysis(run.window(run.ranks[0]))
     replayer = WindowReplayer(a)
     gain = replayer.gain(edits) / 1e6
-    bands = [GainInterval(gain, *(end / 1e6 for end in replayer.gain_range(edits)[1:3]))]
+    ranges = [GainInterval(gain, *(end / 1e6 for end in replayer.gain_range(edits)[1:3]))]
     with without_program(title):
-        bands.append(GainInterval(gain, *(end / 1e6 for end in replayer.gain_range(edits)[1:3])))
+        ranges.append(GainInterval(gain, *(end / 1e6 for end in replayer.gain_range(edits)[1:3])))
     bound = BoundEstimator(a).gain_range(edits)
-    return bands[1], bands[0], bound.gain / 1e6
+    return ranges[1], ranges[0], bound.gain / 1e6
 
 
 def findings(path: Path) -> dict[str, GainInterval]:
@@ -471,13 +471,15 @@ def measured_here(known: Prediction) -> Outcome:
     kind = known.kind or KIND_OF_RULE[known.rule]
     with without_program(known.program):
         factor = math.exp(error_of([kind], shipped_experiments()))
-        band = ledger.GainInterval(known.predicted / factor, known.predicted * factor)
+        gain_range = ledger.GainInterval(known.predicted / factor, known.predicted * factor)
         if known.rule:
             wide = ledger.widened_by_rule
-            band = wide(known.rule, known.device, known.predicted, band, float("inf")).interval
+            gain_range = wide(
+                known.rule, known.device, known.predicted, gain_range, float("inf")
+            ).interval
     low, high = known.measured_low or known.measured, known.measured_high or known.measured
-    inside = low <= band.high and high >= band.low
-    half = (band.high - band.low) / 2 / known.measured
+    inside = low <= gain_range.high and high >= gain_range.low
+    half = (gain_range.high - gain_range.low) / 2 / known.measured
     return Outcome(kind, known.group or known.program, inside, half)
 
 

@@ -5,7 +5,7 @@
 The measurements are in ``benchmarks/gpu_pairs.json``, with their sources; the projection is made
 from one GPU's time alone, by the same arithmetic as that of a trace, so an error in the one shows
 in the other. Layers are shown one by one, shapes of one operator by range. ``--ledger`` writes
-them into the shipped ledger, from which the bands of ``advisor project`` come.
+them into the shipped ledger, from which the ranges of ``advisor project`` come.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ beside.
     python benchmarks/bench_replay.py [--traces DIR] [--write docs/accuracy.md] [TRACE …]
 
 Two tables: how well steps and starts come out, and what share of the host's waiting and of the
-device's idle time is explained (``hard_time``). Times are CPU seconds of this thread, the best of
-several replays. Without --traces: the public traces in tests/corpus.
+device's idle time is explained (``explained_time``). Times are CPU seconds of this thread, the
+best of several replays. Without --traces: the public traces in tests/corpus.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hard_time import HardTime, hard_time
+from explained_time import ExplainedTime, explained_time
 from naive_twin import naive_twin
 from public_traces import CORPUS
 
@@ -98,7 +98,7 @@ def row(name: str, replayer: WindowReplayer) -> tuple[str, ...]:
 
 def hard_row(name: str, replayer: WindowReplayer) -> tuple[str, ...]:
     """Waits and idle time of one trace, by brute force and as the library has them."""
-    hard: HardTime = hard_time(replayer.a, replayer.plan)
+    explained: ExplainedTime = explained_time(replayer.a, replayer.plan)
     explained_shares = [
         getattr(replayer.quality, f"{what}_explained", None) for what in ("waits", "idle")
     ]
@@ -108,14 +108,14 @@ def hard_row(name: str, replayer: WindowReplayer) -> tuple[str, ...]:
 
     return (
         name,
-        f"{hard.waited / 1e6:.2f}",
-        str(hard.waits),
-        share(hard.waits_explained),
+        f"{explained.waited / 1e6:.2f}",
+        str(explained.waits),
+        share(explained.waits_explained),
         "copied",
         share(explained_shares[0]),
-        f"{hard.idle / 1e6:.2f}",
-        share(hard.idle_explained),
-        share(hard.idle_twin),
+        f"{explained.idle / 1e6:.2f}",
+        share(explained.idle_explained),
+        share(explained.idle_twin),
         share(explained_shares[1]),
     )
 

@@ -90,12 +90,12 @@ def row(workload: Workload, report: TrialReport | str) -> str:
     if best is None:
         return f"| {workload.name} | {cure or '–'} | not tried | – | – | – | {won} |"
     none = "no estimate" if best.predicted is None else "unclear"
-    band = {True: "yes", False: "no", None: none}[best.inside]
+    in_range = {True: "yes", False: "no", None: none}[best.inside]
     return (
         f"| {workload.name} | `{best.name}` | {best.outcome}"
         f"{': ' + best.why if best.outcome == 'dropped' else ''} "
         f"| {interval(best.predicted_low, best.predicted_high)} "
-        f"| {interval(best.gain_low, best.gain_high)} | {band} | {won} |"
+        f"| {interval(best.gain_low, best.gain_high)} | {in_range} | {won} |"
     )
 
 

@@ -358,7 +358,8 @@ def place(rules: tuple[str, ...], advice: Results) -> str | None:
 # -- the page -------------------------------------------------------------------------------------
 
 HEAD = (
-    "| workload | slow, ms | cured, ms | measured | predicted | band | place | cured: gone | left |"
+    "| workload | slow, ms | cured, ms | measured | predicted | range | place "
+    "| cured: gone | left |"
 )
 
 
@@ -391,7 +392,7 @@ def page(results: Results, limit_kb: int) -> str:
         "Step times are medians over blocks of steps without a profiler, ± half the distance "
         "between the quartiles. *Measured*: the time that the cure really takes off the same work. "
         "*Predicted*: what `advisor analyze` says of the slow recording, for the findings that the "
-        "cure deals with, with the ends of their bands added up. *Place*: rank of the expected "
+        "cure deals with, with the ends of their ranges added up. *Place*: rank of the expected "
         "finding (rules that are notes so far, for want of a recording, are ranked here). *Gone*: "
         "it is not in the cured recording. *Left*: what is. `–`: not measured.",
         "\n".join([HEAD, "|---|---|---|---|---|---|---|---|---|", *rows]),
@@ -421,16 +422,16 @@ def summary(results: Results) -> str:
         f"- expected finding at first or second place: {sum(top)} of {len(top)}",
         f"- no longer there once cured: {sum(cured)} of {len(cured)}",
         f"- controls without a finding: {sum(silent)} of {len(silent)}",
-        f"- measured gain inside the predicted band: {sum(inside)} of {len(inside)}",
+        f"- measured gain inside the predicted range: {sum(inside)} of {len(inside)}",
     ]
     return "\n".join(lines)
 
 
 def _row(name: str, entry: Results, workload: Workload) -> str:
     claims = entry.get("compared", {})
-    band = "–"
+    range_text = "–"
     if claims.get("predicted") is not None:
-        band = f"{claims['low']:.0%} to {claims['high']:.0%}"
+        range_text = f"{claims['low']:.0%} to {claims['high']:.0%}"
     is_gone_text = {True: "yes", False: "**no**", None: "–"}[claims.get("gone")]
     where = claims.get("place") or ("–" if "place" not in claims else "**none**")
     if not workload.finds:
@@ -442,7 +443,7 @@ def _row(name: str, entry: Results, workload: Workload) -> str:
         _time(entry.get("cured", {})),
         _percent(claims.get("measured")),
         _percent(claims.get("predicted")),
-        band,
+        range_text,
         where,
         is_gone_text,
         ", ".join(claims.get("left", [])) or "–",

@@ -1,1 +1,1 @@
-"""The rules: one or one family a file, in a folder a category. Import them as ``advisor.rules``."""
+"""The rules: one or one group a file, in a folder a category. Import them as ``advisor.rules``."""

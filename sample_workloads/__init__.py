@@ -1,15 +1,15 @@
 """Small training programs, each slow on purpose, with its cure and the finding it must produce.
 
 A workload is one function, in the file of its kind. Its docstring says what is slow and what cures
-it, ``@workload`` names the findings; it is a generator that yields after every step what the step
-computed. Who drives it decides how many steps there are::
+it, ``@workload`` names the findings; it is a generator that yields the result of every step. The
+caller decides how many steps it runs::
 
     from advisor.sample_workloads import Setup, load
     steps = load("pageable_copies")(Setup(variant="cured", device="cuda"))
     for _, loss in zip(range(100), steps): ...
 
-A new one needs no entry anywhere. What is said about them is read from their source, so that
-listing them imports no torch."""
+A new one needs no entry anywhere. Lists of workloads are read from the source, so that they import
+no torch."""
 
 import ast
 from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ from benchmarks import public_traces
 from tests import corpus_analyses
 from tests.corpus_analyses import find_corpus_file
 
-# what the user of this machine remembers is not part of the tests
+# the tests use no ledger of the user
 os.environ["ADVISOR_LEDGER"] = os.devnull + "/ledger.jsonl"
 # one thread a test process: the processes of a parallel run share the cores already
 os.environ.setdefault("POLARS_MAX_THREADS", "1")
@@ -103,13 +103,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _freeze_heap() -> Iterator[None]:
-    """Modules that a test file imported are not looked at in each collection ever after."""
+    """Exclude the modules that a test file imported from later garbage collections."""
     yield
     _settle_heap()
 
 
 def _settle_heap() -> None:
-    """Half a million objects of imported modules would take 0.3 s of every full collection."""
+    """Exclude all objects so far from garbage collection: they would take 0.3 s each time."""
     gc.collect()
     gc.freeze()
 

@@ -53,8 +53,8 @@ def import_graph(root: Path) -> Graph:
 
 
 def _imported_modules(requested: str, modules: dict[str, Path]) -> set[str]:
-    """The modules that an import of ``asked`` means: itself, the module that has the name, or for
-    ``advisor.cli.*`` all below."""
+    """Return the modules that an import of ``requested`` means: itself, the module that has the
+    name, or for ``advisor.cli.*`` all below."""
     if requested.endswith("*"):
         return {name for name in modules if name.startswith(requested[:-1])}
     while requested and requested not in modules:

@@ -5,10 +5,10 @@ and ``requirements-base.lock``, its part that the demo needs.
 
 Every file of a version is listed, for all systems and all Pythons that advisor runs on, so that
 ``pip install --require-hashes`` takes the same ones from PyPI, a mirror or a cache, and no others.
-Left out is torch with what it brings of NVIDIA's: its builds for CPU, CUDA and ROCm have one
-version and different files, and which of them is right the machine decides, not this list. What
-has no wheel somewhere (scalene on ARM Linux, nvtx on macOS) is built there from a source that is
-checked, with tools that pip fetches unchecked.
+torch and its NVIDIA packages are left out: its builds for CPU, CUDA and ROCm have one version and
+different files, and the machine decides which one is right. What has no wheel somewhere (scalene on
+ARM Linux, nvtx on macOS) is built there from a source that is checked, with tools that pip fetches
+unchecked.
 """
 
 from __future__ import annotations

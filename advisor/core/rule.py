@@ -149,7 +149,7 @@ class Factor(Threshold[T]):
 class Rule:
     """A check that inspects an :class:`~advisor.measure.Analysis` and yields its outcomes.
 
-    A file contains one rule, or a family that shares its check. The class docstring is the rule's
+    A file contains one rule, or a group that shares its check. The class docstring is the rule's
     documentation. Its first paragraph says what the rule looks for and why that costs time. The
     others give definitions, sources and traps. Texts that are the same for every trace are class
     attributes. ``check`` measures and yields evidence, places and edits. A rule never computes its

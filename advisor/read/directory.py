@@ -114,9 +114,9 @@ def open_run(
     traces_by_window = {}
     for rank_number, windows in by_rank.items():
         _refuse_overlap(rank_number, windows)
-        for window, trace in enumerate(windows):
+        for number, trace in enumerate(windows):
             known_rank = None if rank_number < 0 else rank_number
-            traces_by_window[rank_number, window] = with_window(trace, known_rank, window)
+            traces_by_window[rank_number, number] = with_window(trace, known_rank, number)
     path = (
         Path(given_paths[0]) if len(given_paths) == 1 and not _is_remote(given_paths[0]) else None
     )

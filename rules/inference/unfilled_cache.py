@@ -60,8 +60,8 @@ class UnfilledCache(Rule):
         0.8, "of the slots hold tokens: with more, little is saved", CHOSEN
     )
     min_slots = Threshold(64, "slots of the cache", CHOSEN)
-    over_run_x = Factor(0.85, "times the gain in the window, over the run", CHOSEN)
-    worst_over_run_x = Factor(0.4, "times it, if requests fill most of the cache", CHOSEN)
+    run_x = Factor(0.85, "times the gain in the window, over the run", CHOSEN)
+    worst_run_x = Factor(0.4, "times it, if requests fill most of the cache", CHOSEN)
 
     fix = (
         "Give attention the filled part of the cache only, and the mask of that part. Where shapes "
@@ -121,12 +121,12 @@ class UnfilledCache(Rule):
         self, a: Analysis, ns: float, empty_ns: float, filled: float, slots: int
     ) -> tuple[float, float, float]:
         """Return what the filled part saves over the run: expected, at best, at worst, ns."""
-        expected = self.over_run_x * empty_ns
+        expected = self.run_x * empty_ns
         if a.run_steps is not None:
             # from its prompt on, a request adds a token per step at most
             added = len(a.run_steps.steps) / slots
             expected = max(expected, ns * (1 - filled - added / 2))
-        return min(expected, empty_ns), empty_ns, self.worst_over_run_x * empty_ns
+        return min(expected, empty_ns), empty_ns, self.worst_run_x * empty_ns
 
     def _find_partly_filled(self, a: Analysis) -> dict[Shape, PartlyFilled]:
         """Return the operators that read a whole cache, by its shape."""

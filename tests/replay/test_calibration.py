@@ -1,4 +1,4 @@
-"""Bands are as wide as predictions have been wrong."""
+"""Ranges are as wide as predictions have been wrong."""
 
 from __future__ import annotations
 

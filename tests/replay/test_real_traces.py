@@ -128,7 +128,7 @@ def test_thread_waiting_for_launching_threads_is_not_critical(
     assert any("other threads launch 100% of the work" in limit for limit in report.limits)
 
 
-def test_naive_twin_gets_the_total_right_but_no_hard_time(
+def test_naive_twin_gets_the_total_right_and_explains_no_time(
     shared_trace: Find,
 ) -> None:
     """A right total alone proves nothing. Where streams wait for each other it is wrong as well."""

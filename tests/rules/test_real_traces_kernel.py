@@ -148,7 +148,7 @@ def test_a_v100_gets_mixed_precision_advice_and_not_tf32(shared_trace: Find) -> 
 
 def test_v100_estimate_matches_a_tensor_core_run(shared_trace: Find) -> None:
     """The A100 trace is of the same kind of model: its matrix time in TF32, stretched by the
-    ratio of the memory bandwidths (1555 and 900 GB/s), lies inside the band."""
+    ratio of the memory bandwidths (1555 and 900 GB/s), lies inside the range."""
     v100, a100 = shared_trace("v100_train_copy_heavy"), shared_trace("a100_train_6steps")
     now = time_of(kernels(v100), r"gemm")
     then = time_of(kernels(a100), r"gemm")

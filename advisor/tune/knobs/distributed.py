@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from advisor.tune.knob import Knob, Safety, Value, wrap_attribute
 
 
-class _Ddp(Knob):
+class _DdpKnob(Knob):
     """Base of knobs that set a keyword argument of every model wrapped from now on."""
 
     safety: ClassVar[Safety] = "reordered"
@@ -31,7 +31,7 @@ class _Ddp(Knob):
         return f"DistributedDataParallel(..., {self.argument}={self._setting(value)})"
 
 
-class DdpBuckets(_Ddp):
+class DdpBucketsKnob(_DdpKnob):
     """``bucket_cap_mb``, larger and smaller than PyTorch's 25."""
 
     id = "ddp-bucket-size"
@@ -40,7 +40,7 @@ class DdpBuckets(_Ddp):
     argument = "bucket_cap_mb"
 
 
-class DdpStaticGraph(_Ddp):
+class DdpStaticGraphKnob(_DdpKnob):
     """``static_graph=True``."""
 
     id = "ddp-static-graph"
@@ -48,7 +48,7 @@ class DdpStaticGraph(_Ddp):
     argument = "static_graph"
 
 
-class DdpBucketView(_Ddp):
+class DdpBucketViewKnob(_DdpKnob):
     """``gradient_as_bucket_view=True``."""
 
     id = "ddp-bucket-view"
@@ -61,7 +61,7 @@ _MIN_EQUAL_STEPS = 2
 """Number of optimizer steps with the same number of passes before that number is used."""
 
 
-class DdpNoSync(Knob):
+class DdpNoSyncKnob(Knob):
     """``no_sync`` around all passes of an optimizer step but the last. Their number comes from the
     first steps. A later step with another number would use gradients that were never reduced: this
     ends the run and drops the knob."""

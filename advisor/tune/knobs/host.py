@@ -19,7 +19,7 @@ FREEZE_AFTER, COLLECT_EVERY = 3, 500
 """Numbers of steps until existing objects are frozen, and between manual collections."""
 
 
-class Affinity(Knob):
+class AffinityKnob(Knob):
     """Binding of the process and its children to the cores of the node that it starts on."""
 
     id = "affinity"
@@ -36,7 +36,7 @@ class Affinity(Knob):
                 return
 
 
-class Threads(Knob):
+class ThreadsKnob(Knob):
     """``torch.set_num_threads``, and the same for OpenMP and MKL before they are loaded."""
 
     id = "threads"
@@ -100,7 +100,7 @@ class AllocatorKnob(Knob):
         self.took_effect()
 
 
-class KeepFreedMemory(Knob):
+class KeepFreedMemoryKnob(Knob):
     """Limits of glibc from which it returns freed memory to the system, for programs on a CPU."""
 
     id = "keep-freed-memory"
@@ -116,7 +116,7 @@ class KeepFreedMemory(Knob):
         self.took_effect()
 
 
-class EmptyCache(Knob):
+class EmptyCacheKnob(Knob):
     """Knob that removes the effect of ``torch.cuda.empty_cache``."""
 
     id = "keep-cache"
@@ -136,7 +136,7 @@ class EmptyCache(Knob):
         wrap_attribute(torch.cuda, "empty_cache", make)
 
 
-class GcFreeze(Knob):
+class GcFreezeKnob(Knob):
     """Manual garbage collection: after some steps, existing objects are frozen and automatic
     collection ends. Cyclic garbage stays until the next collection, as the memory column shows."""
 

@@ -98,7 +98,7 @@ class LoaderPersistent(_LoaderKnob):
         return {"persistent_workers": True}
 
 
-class LoaderPinning(Knob):
+class LoaderPinningKnob(Knob):
     """``pin_memory`` of every DataLoader, and ``non_blocking`` copies of pinned memory: one is of
     little use without the other."""
 

@@ -13,7 +13,7 @@ from advisor.tune.knob import (
 )
 
 
-class Autocast(Knob):
+class AutocastKnob(Knob):
     """``torch.autocast`` around the forward of each outermost model."""
 
     id = "autocast"
@@ -41,7 +41,7 @@ class Autocast(Knob):
         at_first_forward(begin)
 
 
-class MatmulPrecision(Knob):
+class MatmulPrecisionKnob(Knob):
     """``torch.set_float32_matmul_precision("high")``, whatever the program sets later."""
 
     id = "matmul-precision"
@@ -67,7 +67,7 @@ class MatmulPrecision(Knob):
         ignore_assignments(torch.backends.cudnn, "allow_tf32", "fp32_precision")
 
 
-class ChannelsLast(Knob):
+class ChannelsLastKnob(Knob):
     """Channels-last weights before the first forward, and 4-d inputs before each forward."""
 
     id = "channels-last"
@@ -99,7 +99,7 @@ class ChannelsLast(Knob):
         at_first_forward(begin)
 
 
-class CudnnBenchmark(Knob):
+class CudnnBenchmarkKnob(Knob):
     """``torch.backends.cudnn.benchmark = True``."""
 
     id = "cudnn-benchmark"
@@ -117,7 +117,7 @@ class CudnnBenchmark(Knob):
         ignore_assignments(torch.backends.cudnn, "benchmark")
 
 
-class CompileModel(Knob):
+class CompileModelKnob(Knob):
     """``model.compile()`` before the first forward of each outermost model."""
 
     id = "compile"
@@ -141,7 +141,7 @@ class CompileModel(Knob):
         return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
 
 
-class CompileDynamic(Knob):
+class CompileDynamicKnob(Knob):
     """``dynamic=True`` in every ``torch.compile`` of the program."""
 
     id = "compile-dynamic"

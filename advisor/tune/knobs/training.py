@@ -19,7 +19,7 @@ MAX_BATCH = 1 << 20
 """Maximum number of samples per batch, and maximum multiple of the program's own."""
 
 
-class BatchSize(Knob):
+class BatchSizeKnob(Knob):
     """``batch_size`` of every DataLoader: a number of samples (``batch=64``) or a multiple of the
     program's own (``batch=x2``). The learning rate and everything that counts steps stay
     unchanged."""
@@ -94,7 +94,7 @@ class BatchSize(Knob):
 KNOWN_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad")
 
 
-class FusedOptimizer(Knob):
+class FusedOptimizerKnob(Knob):
     """``fused=True``, or ``foreach=True``, of every optimizer of torch that supports it."""
 
     id = "fused-optimizer"
@@ -119,7 +119,7 @@ class FusedOptimizer(Knob):
         return frozenset(f"torch.optim.{name}" for name in KNOWN_OPTIMIZERS), {str(value): True}
 
 
-class SetToNone(Knob):
+class SetToNoneKnob(Knob):
     """``zero_grad(set_to_none=True)`` where the program sets it to False."""
 
     id = "set-to-none"
@@ -141,7 +141,7 @@ class SetToNone(Knob):
         wrap_attribute(torch.nn.Module, "zero_grad", make)
 
 
-class NoGradEvaluation(Knob):
+class NoGradEvaluationKnob(Knob):
     """``torch.no_grad()`` around forwards of models in evaluation mode. A program that learns
     through such a model (frozen normalisation) then fails, or the check of its losses does."""
 

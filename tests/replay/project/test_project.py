@@ -1,4 +1,4 @@
-"""A step on another GPU: figures by hand, honest bands, and refusals."""
+"""A step on another GPU: figures by hand, honest ranges, and refusals."""
 
 from __future__ import annotations
 

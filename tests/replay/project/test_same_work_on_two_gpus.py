@@ -39,7 +39,7 @@ def test_four_of_five_errors_are_within_other_errors_of_the_kind() -> None:
 
 
 def test_the_worse_of_two_pairs_of_gpus_counts() -> None:
-    """T4 to A100 alone would give a band that V100 to T4 leaves."""
+    """T4 to A100 alone would give a range that V100 to T4 leaves."""
     worst: dict[tuple[str, str], float] = {}
     for pair in measurements().crossings:
         if pair.kind == "memory":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hard_time import SHORT_NS, hard_time, idle, waits
+from explained_time import SHORT_NS, explained_time, idle, waits
 from rewriting import events, load
 
 from advisor import Analysis
@@ -73,7 +73,10 @@ def test_copied_waits_are_unexplained_despite_a_right_total(
     assert plan.run()[graph.step_boundaries] == pytest.approx(
         graph.time[graph.step_boundaries], rel=0.03
     )
-    after_change, before = hard_time(replayer.a, plan), hard_time(replayer.a, replayer.plan)
+    after_change, before = (
+        explained_time(replayer.a, plan),
+        explained_time(replayer.a, replayer.plan),
+    )
     assert after_change.waited == before.waited > 0.1 * replayer.a.step_ns
     assert after_change.waits_explained == 0
     assert before.waits_explained is not None
@@ -86,12 +89,12 @@ def test_idle_time_left_without_host_time_is_unexplained(
     """Launches that are late by themselves: all host time is taken for latency."""
     replayer = replay(shared_trace("pairs/loader_profiler_workers0"))
     graph = replayer.graph
-    before = hard_time(replayer.a, replayer.plan)
+    before = explained_time(replayer.a, replayer.plan)
     launch = graph.edge == EdgeKind.LAUNCH
     weight = graph.weight.copy()
     weight[launch] = (graph.time - graph.dur)[graph.dst[launch]]
     source = np.where(launch, 0, graph.src)
-    result = hard_time(replayer.a, ReplayPlan(replace(graph, weight=weight, src=source)))
+    result = explained_time(replayer.a, ReplayPlan(replace(graph, weight=weight, src=source)))
     assert result.idle == before.idle
     assert before.idle_explained is not None
     assert before.idle_explained > 0.9

@@ -39,7 +39,7 @@ CLOCK_NS = 5_000
 """Tolerance for a call that returns before the work's recorded end: there are two clocks."""
 
 
-class HardTime(NamedTuple):
+class ExplainedTime(NamedTuple):
     """Times in ns over the replayed window, shares from 0 to 1; ``None``: there was none."""
 
     waited: float
@@ -52,7 +52,7 @@ class HardTime(NamedTuple):
     copies all host times. Of the waits it explains none."""
 
 
-def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
+def explained_time(a: Analysis, plan: ReplayPlan) -> ExplainedTime:
     """Measure the steps that a plan replays."""
     graph = plan.graph
     row, waited = waits(a, graph)
@@ -87,7 +87,7 @@ def hard_time(a: Analysis, plan: ReplayPlan) -> HardTime:
         unexplained[unexplained > SHORT_NS].sum()
     )  # not what lies between any two kernels
     explained_ns = max(0.0, min(explained_ns, float(gap.sum()) - unexplained))
-    return HardTime(
+    return ExplainedTime(
         float(waited.sum()),
         len(row),
         explained / float(waited.sum()) if waited.sum() else None,

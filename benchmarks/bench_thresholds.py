@@ -58,12 +58,12 @@ def thresholds(named: list[str] | None = None) -> list[tuple[str, str, float]]:
 
 
 def fires(rule: Rule, a: Analysis) -> bool:
-    """Whether it has a finding."""
+    """Return whether it has a finding."""
     return any(isinstance(outcome, Finding) for outcome in rule.check(a))
 
 
 def asked_for(rule: Rule, a: Analysis) -> tuple[bool, set[str]]:
-    """Whether the rule fires, and the options that it read: the others change nothing."""
+    """Return whether the rule fires, and the options that it read: the others change nothing."""
     seen: set[str] = set()
 
     class WatchedRule(type(rule)):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Records every sample workload, slow and cured, and says how right the advice about it is.
+"""Recordings of every sample workload, slow and cured, and how right the advice about each is.
 
 Each variant runs in a process of its own: steps are timed without a profiler (blocks of steps, the
 device synchronised at their ends only), then a few are recorded. Then every recording is analysed,

@@ -1,4 +1,4 @@
-"""Records real memory snapshots of small programs on a GPU, each with what PyTorch itself counted.
+"""Real memory snapshots of small programs on a GPU, each with what PyTorch itself counted.
 
 A transformer that trains, the same with a leak, one that runs out of memory full of tensors, and
 one that runs out of it in fragments. Beside each ``NAME.pickle`` stands ``NAME.json``: bytes asked

@@ -1,4 +1,4 @@
-"""Writes the generated part of the docs: rules, sample workloads, schemas, commands, Python.
+"""Writer of the generated part of the docs: rules, sample workloads, schemas, commands, Python.
 
 python docs/generate.py          # or: make docs
 python docs/generate.py --check  # exit 1 when a page is not current

@@ -1,4 +1,4 @@
-"""Writes the session of docs/mcp.md: a client finds, prices, tries, makes and verifies a change.
+"""Writer of the session of docs/mcp.md: a client finds, prices, tries, makes and verifies a change.
 
     .venv/bin/python docs/mcp_session.py
 

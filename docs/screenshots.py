@@ -1,4 +1,4 @@
-"""Takes the pictures of the documentation: every page, light and dark, at three widths.
+"""Pictures of the documentation: every page, light and dark, at three widths.
 
     python docs/screenshots.py OUT PATH [PATH …] [--only overview,findings] [--all]
 

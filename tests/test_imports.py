@@ -142,7 +142,7 @@ def test_every_import_points_down_the_table_of_layers() -> None:
 
 
 def is_rule(file: Path) -> bool:
-    """Whether a file defines a rule: a class with an id."""
+    """Return whether a file defines a rule: a class with an id."""
     return any(
         isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "id"
         for node in ast.parse(file.read_bytes()).body

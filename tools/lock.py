@@ -1,5 +1,5 @@
-"""Writes ``requirements.lock``: the versions of ``constraints.txt`` with the hashes of their files;
-and ``requirements-base.lock``, its part that the demo needs.
+"""Writer of ``requirements.lock``: the versions of ``constraints.txt`` with the hashes of their
+files; and of ``requirements-base.lock``, its part that the demo needs.
 
     make lock        (needs uv: pip install uv)
 

@@ -1,4 +1,4 @@
-"""Detects gradients that are computed in vain. Either no optimizer has the parameter, as with a
+"""Detector of gradients that are computed in vain. Either no optimizer has the parameter, as with a
 base model that was not frozen, or the gradient is dropped before its optimizer steps, as when a
 GAN's discriminator loss goes backward through the generator.
 

@@ -1,4 +1,4 @@
-"""Finds the steps of a loop that does not train: repeated forwards, with or without a loader.
+"""Finder of the steps of a loop that does not train: repeated forwards, with or without a loader.
 
 It reads the same tape as ``steps``, in parallel, until the process trains (a backward, an optimizer
 step) or the program marks where steps end. If training steps are found, the inference steps before

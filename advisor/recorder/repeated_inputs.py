@@ -1,4 +1,4 @@
-"""Detects forwards that a module repeats with the same weights and the same input tensors.
+"""Detector of forwards that a module repeats with the same weights and the same input tensors.
 
 Layers of equal shapes may run twice in a step for several reasons: a forward for metrics repeats a
 computation, while a teacher or a target network is another module. A trace cannot distinguish them,

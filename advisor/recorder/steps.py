@@ -1,4 +1,4 @@
-"""Finds training steps in the recorded fetches, forwards, backwards and optimizer steps.
+"""Finder of training steps in the recorded fetches, forwards, backwards and optimizer steps.
 
 The time between two fetches of a batch is a *segment*. Its content decides what it is:
 

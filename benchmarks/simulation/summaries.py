@@ -195,7 +195,7 @@ def _device(kernels: Table, talks: Table, reads: Table) -> _Device:
 
 
 def _waited(held: NDArray[np.bool_], thread: Ints, stream: Ints, call: Ints) -> NDArray[np.bool_]:
-    """Whether the launching thread made any stream wait after its launch before on the same
+    """Return whether the launching thread made any stream wait after its launch before on the same
     stream, as in ``advisor.measure.host.gaps``."""
     order = np.lexsort((call, thread))
     latest_of_position = np.where(held[order], np.arange(len(order)), -1)

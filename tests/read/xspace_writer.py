@@ -1,4 +1,4 @@
-"""Writes XSpace messages, and reads them field by field: both independent of what is tested."""
+"""Writer of XSpace messages, and reader field by field: both independent of what is tested."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def events(data: Data) -> list[Event]:
 
 
 def on_device(event: Event) -> bool:
-    """Whether the event lies on a stream of a device."""
+    """Return whether the event lies on a stream of a device."""
     return str(event.get("cat")).lower() in ON_DEVICE
 
 
@@ -249,7 +249,7 @@ def drop_device_work(data: Data, share: float = 0.4, seed: int = 0) -> Data:
 
 
 def _is_call(e: Event) -> bool:
-    """Whether an event is a call of the CUDA or HIP runtime."""
+    """Return whether an event is a call of the CUDA or HIP runtime."""
     return e.get("ph") == "X" and str(e.get("cat")).lower() in CALLS
 
 

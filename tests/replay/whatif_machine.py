@@ -412,7 +412,7 @@ class Machine:
         self._schedule_next_end()
 
     def waits_for_ranks(self, work: Work) -> bool:
-        """Whether a collective has to wait for other ranks; alone: no."""
+        """Return whether a collective has to wait for other ranks; alone: no."""
         return False
 
     def start_collective(self, work: Work, us: float, when: float) -> None:

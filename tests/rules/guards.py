@@ -37,7 +37,7 @@ class _GuardRecorder(ast.NodeTransformer):
 
 
 def _guards_only_checks(node: ast.If) -> bool:
-    """Whether an ``if`` only decides on a ``PassedCheck`` or ``SkippedCheck``: it guards no
+    """Return whether an ``if`` only decides on a ``PassedCheck`` or ``SkippedCheck``: it guards no
     finding."""
     inside = [part for line in node.body for part in ast.walk(line)]
     yields = [part.value for part in inside if isinstance(part, ast.Yield)]

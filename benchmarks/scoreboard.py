@@ -87,7 +87,7 @@ def row(name: str, truth: dict[str, Any], report: Report | None = None) -> Row:
     gain = None
     if impact is not None and impact.gain_ns is not None:
         low = impact.low_ns or impact.gain_ns
-        at_least = first is not None and first.known_cost
+        at_least = first is not None and first.costs_more_than_recorded
         high = inf if at_least else impact.high_ns or impact.gain_ns
         gain = (low / 1e6, impact.gain_ns / 1e6, high / 1e6)
     saves = tuple(truth["saves_ms"]) if "saves_ms" in truth else None
@@ -111,7 +111,7 @@ def entry(name: str, truth: dict[str, Any]) -> Prediction | None:
         for f in report.findings
         if f.rule in truth["first"]
         and f.edits
-        and not f.known_cost
+        and not f.costs_more_than_recorded
         and f.impact is not None
         and f.impact.gain_ns
     )

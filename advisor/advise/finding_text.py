@@ -69,7 +69,7 @@ def is_unseen_code(finding: Finding) -> bool:
 def is_small(finding: Finding) -> bool:
     """Return whether a finding gains too little to be fixed first."""
     impact = finding.impact
-    if impact is None or impact.currency != "step_time" or finding.known_cost:
+    if impact is None or impact.currency != "step_time" or finding.costs_more_than_recorded:
         return False
     return impact.share is not None and impact.share < SMALL_SHARE
 

@@ -223,12 +223,12 @@ def with_gain(
         gain_ns=round(saved.gain),
         low_ns=round(min(saved.low, saved.gain)),
         high_ns=None
-        if finding.known_cost
+        if finding.costs_more_than_recorded
         else round(max(saved.gain, min(saved.high, saved.bound))),
         share=share,
-        method=f"lower bound ({method})" if finding.known_cost else method,
+        method=f"lower bound ({method})" if finding.costs_more_than_recorded else method,
         kind="lower bound"
-        if finding.known_cost
+        if finding.costs_more_than_recorded
         else "replay"
         if method == REPLAY
         else "upper bound",

@@ -96,10 +96,10 @@ def prioritize(
         elif (
             finding.informational
             or impact is None
-            or (impact.currency == "unknown" and not finding.known_cost)
+            or (impact.currency == "unknown" and not finding.costs_more_than_recorded)
         ):
             notes.append(finding)
-        elif not timed and not finding.known_cost and not _counts_in_run(finding):
+        elif not timed and not finding.costs_more_than_recorded and not _counts_in_run(finding):
             risks.append(finding)
         elif timed:
             candidates.append(finding)
@@ -107,8 +107,8 @@ def prioritize(
             unknown.append(finding)
     scales = scales_to_run(candidates, a, estimator)
     ordered, left_out = _order_by_gain(candidates, scales, estimator, floor, a)
-    unknown += [finding for finding in left_out if finding.known_cost]
-    left_out = [finding for finding in left_out if not finding.known_cost]
+    unknown += [finding for finding in left_out if finding.costs_more_than_recorded]
+    left_out = [finding for finding in left_out if not finding.costs_more_than_recorded]
     ordered = _insert_unknown(ordered, unknown)
     for risk in [each for each in risks if each.alternatives]:
         rival = next((f for f in ordered if f.alternatives == risk.alternatives), None)

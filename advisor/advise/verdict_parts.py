@@ -111,7 +111,7 @@ def name_first_finding(report: Report, *, part: bool = False) -> str:
     title = lower_title(first.title)
     if impact is None or impact.gain_ns is None:
         unknown = ". It slows each step, but by how much is not recorded"
-        return f"{opening}: {title}{unknown if first.known_cost else ''}"
+        return f"{opening}: {title}{unknown if first.costs_more_than_recorded else ''}"
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "
     saving += "" if impact.currency == "step_time" else f" {t.format_per(impact.unit)}"

@@ -300,7 +300,7 @@ class Finding(Struct, frozen=True, kw_only=True):
     """Impact that the rule itself estimates (memory, risk). The engine estimates step time."""
     informational: bool = False
     """Whether the finding is a note, never ranked and never counted as a bottleneck."""
-    known_cost: bool = False
+    costs_more_than_recorded: bool = False
     """Whether the cause certainly slows every step, by more than is recorded. The finding is then
     ranked even without a gain, and a gain is a lower bound."""
     # filled in by the engine

@@ -37,7 +37,11 @@ _OPERATIONS_SINCE_VERSION_1 = {
 
 
 _KINDS = ("findings", "risks", "notes")
-_FINDING_NAMES_2 = {"moved_ns": "offloaded_ns", "pays_after": "after_fix"}
+_FINDING_NAMES_2 = {
+    "moved_ns": "offloaded_ns",
+    "pays_after": "after_fix",
+    "known_cost": "costs_more_than_recorded",
+}
 _IMPACT_NAMES_2 = {
     "most_ns": "bound_ns",
     "of_run": "is_run_gain",

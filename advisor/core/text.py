@@ -363,7 +363,7 @@ def format_gain(finding: Finding) -> str:
     reason = clean(impact.reason)
     if impact.currency == "risk":
         return f"risk: {reason}" if reason else "risk"
-    missing = "unknown" if finding.known_cost else "no estimated gain"
+    missing = "unknown" if finding.costs_more_than_recorded else "no estimated gain"
     return f"{missing}: {reason}" if reason else missing
 
 

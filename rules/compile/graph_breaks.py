@@ -173,7 +173,7 @@ class GraphBreaks(Rule):
                 dur=end - start,
                 gap=int_column(gaps, "gap"),
             ),
-            known_cost=True,  # fusion across the breaks is not included
+            costs_more_than_recorded=True,  # fusion across the breaks is not included
             edits=[remove_breaks(), self._merge_graphs(a, broken_rows)],
         )
 

@@ -353,7 +353,8 @@ class ThreadOversubscription(Rule):
                 Evidence("OMP_NUM_THREADS", run_steps.rank_record.rank.env.get("OMP_NUM_THREADS")),
             ],
             impact=impact_without_gain("the record does not show what fewer threads save; try it"),
-            known_cost=a.trains_on_host,  # the step then consists of threaded operators
+            # the step then consists of threaded operators
+            costs_more_than_recorded=a.trains_on_host,
             fix=self.fix.format(threads=t.count_noun(best, "thread")),
             code=self.code.format(best=best),
         )

@@ -166,7 +166,7 @@ class AnomalyCost:
         """Fields of a finding. The gain is a lower bound if formatting was not recorded."""
         if self.stacks:
             return {"confidence_notes": ["recording Python stacks lengthens Python time"]}
-        return {"known_cost": True}
+        return {"costs_more_than_recorded": True}
 
     @property
     def evidence(self) -> list[Evidence]:
@@ -226,12 +226,12 @@ class DebugSwitches(Rule):
         certain = any(setting.slows != "perhaps" for setting in settings)
         fields: dict[str, Any] = {
             "impact": impact_without_gain("record a run without it to see what it costs"),
-            "known_cost": certain,
+            "costs_more_than_recorded": certain,
         }
         if cost.checks:
             fields = {"edits": cost.edits, **cost.certainty}
             if any(s.slows != "perhaps" and not s.name.startswith(ANOMALY) for s in settings):
-                fields["known_cost"] = True
+                fields["costs_more_than_recorded"] = True
         yield Finding(
             title=f"Debug settings are on: {names}",
             summary=t.upper_first("; ".join(s.why for s in settings)) + ".",

@@ -244,7 +244,7 @@ class LoopedOperators(Rule):
                 self.compare_share(a, "the loop and its backward", ns),
             ],
             where=costliest_places(a, loop["row"].to_numpy(), loop["ns"].to_numpy(), top=1),
-            known_cost=True,
+            costs_more_than_recorded=True,
             edits=[scale_edit(select, self.factor, self.factor / 2, self.worst_factor)],
         )
 

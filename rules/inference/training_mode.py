@@ -81,7 +81,7 @@ class TrainingMode(Rule):
                 self.compare("steps or passes", a.step_count, "min_steps", "count"),
             ],
             where=costliest_places(a, layers),
-            known_cost=True,
+            costs_more_than_recorded=True,
             edits=[
                 Edit(op="remove", select=Select(on="host", kind=("op",), name=DROPOUT)),
                 *([Edit(op="remove", select=Select(on="gpu", under=DROPOUT))] if on_gpu else []),

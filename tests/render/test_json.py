@@ -94,6 +94,7 @@ def test_a_report_of_version_2_is_read(report: Callable[..., Report]) -> None:
     """Fields that version 3 calls by other names."""
     now = standard.loads(REPORTS.render("json", report()))
     now["findings"][0] |= {"offloaded_ns": 5.0, "after_fix": "a-rule"}
+    now["findings"][0]["costs_more_than_recorded"] = True
     now["findings"][0]["impact"] |= {"bound_ns": 7, "is_run_gain": True, "is_job_gain": True}
     factors = {"factor": 0.5, "best_factor": 0.25, "worst_factor": 0.75}
     now["findings"][0]["edits"] = [{"op": "scale", "select": {"on": "gpu"}, **factors}]
@@ -102,6 +103,7 @@ def test_a_report_of_version_2_is_read(report: Callable[..., Report]) -> None:
     before["serving"] = before.pop("inference", None)
     first, impact = before["findings"][0], before["findings"][0]["impact"]
     first["moved_ns"], first["pays_after"] = first.pop("offloaded_ns"), first.pop("after_fix")
+    first["known_cost"] = first.pop("costs_more_than_recorded")
     for new, old in (("bound_ns", "most_ns"), ("is_run_gain", "of_run"), ("is_job_gain", "of_job")):
         impact[old] = impact.pop(new)
     (edit,) = first["edits"]
@@ -116,6 +118,7 @@ def test_a_report_of_version_2_is_read(report: Callable[..., Report]) -> None:
     assert old == new and old.findings[0].impact is not None
     assert [(e.best_factor, e.worst_factor) for e in old.findings[0].edits] == [(0.25, 0.75)]
     assert (old.findings[0].impact.bound_ns, old.scope.queue_delay_ns) == (7, 13)
+    assert old.findings[0].costs_more_than_recorded
 
 
 def test_another_schema_is_refused(report: Callable[..., Report]) -> None:

@@ -476,7 +476,7 @@ def test_known_cost_is_shown_with_unknown_or_minimum_gain(
         (least, "at least 4 ms, 1%"),
         (ranged, "about 4 ms (2 ms or more), 1%"),
     ):
-        one = finding(1, impact=impact, known_cost=True)
+        one = finding(1, impact=impact, costs_more_than_recorded=True)
         rendered = section(REPORTS.render("terminal", report(findings=[one])), "What to change")
         assert text in rendered
         assert "    fix " in rendered

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from advisor.advise.gain_reasons import (
     MAX_EVIDENCE_RATIO,
     beyond_evidence,
@@ -140,13 +142,22 @@ def named_places(
     finding: Finding, limit: int = 3, *, name_width: int = 48, path_width: int = 60
 ) -> list[tuple[Location, list[str]]]:
     """Return distinct places with their names, see :func:`~advisor.core.text.location_names`.
-    Shortened names of kernels and operators stay distinct within a finding."""
-    result = distinct_places(finding, limit)
+    Shortened names of kernels and operators stay distinct within a finding. PyTorch's own kernels
+    are named by their operators."""
+    result = [_without_own_kernel(place) for place in distinct_places(finding, limit)]
+    if len({(p.file, p.line, p.layer, p.op, p.kernel) for p in result}) < len(result):
+        result = distinct_places(finding, limit)
     short = labels.labels_by_name((name for p in result for name in (p.op, p.kernel)), name_width)
     return [
         (place, t.location_names(place, name_width=name_width, path_width=path_width, short=short))
         for place in result
     ]
+
+
+def _without_own_kernel(place: Location) -> Location:
+    """Return a place without a kernel of PyTorch's, which its operator names better."""
+    is_own = place.op is not None and "at::native" in (place.kernel or "")
+    return replace(place, kernel=None) if is_own else place
 
 
 MAX_SHOWN_LINES = 8

@@ -60,8 +60,8 @@ def explain_ends(
     if ends and {by for _, by in ends} <= {"assumption", ""} and finding.assumptions:
         if low < MAX_ZERO_RATIO * gain:
             if ranged and ranged[0].startswith("at worst"):
-                rest = "; in the replay, hiding the rest saves nothing" * is_replayed(finding)
-                return [f"the range begins at 0: {ranged[0]}{rest}"]
+                rest = "; hiding the rest then saves nothing" * is_replayed(finding)
+                return [f"low end 0: {ranged[0]}{rest}"]
             return [f"no gain unless {labels.clean((ranged or finding.assumptions)[0])}"]
         if assumption:
             return [f"range: {assumption}"]
@@ -149,7 +149,7 @@ DECIDED_BY: Final = {
     "overlap": "at best other work hides all of this time",
     "assumption": "{assumed}",
     "faster host": "the host runs faster without the profiler, and {faster}",
-    "slower host": "the host may be slower than estimated, and {slower}",
+    "slower host": "the host may be slower than estimated{slower}",
     "hand-over": "results are handed over from other processes",
     "replay error": "the replay without changes differs from the measured step by as much",
     "shared cores": "collectives take cores from the work that overlaps them",
@@ -161,12 +161,12 @@ DECIDED_BY: Final = {
 ENDS_DIFFER: Final = {
     "low end": {
         "faster": "leaves less idle time",
-        "slower": "then limits the step",
+        "slower": "",
         "past": "as little as {low}",
     },
     "high end": {
         "faster": "limits the step less",
-        "slower": "then leaves more idle time",
+        "slower": ", and then leaves more idle time",
         "past": "up to {high}",
     },
 }

@@ -177,8 +177,9 @@ def _describe_steps(report: Report) -> list[str]:
         shown = (labels.shorten(labels.clean(item), 30) for item in scope.outliers)
         parts.append(f"outliers set aside: {t.list_names(shown, 4)}")
     if scope.queue_delay_ns > scope.step_ns:
-        ahead = f"the host queues work {t.format_duration(scope.queue_delay_ns)} ahead"
-        parts.append(f"{ahead}, so steps are timed by the GPU's work")
+        steps_ahead = t.count_noun(round(scope.queue_delay_ns / scope.step_ns), report.per)
+        ahead = f"the host runs {t.format_duration(scope.queue_delay_ns)} ({steps_ahead}) ahead"
+        parts.append(f"{ahead}: the GPU's work sets the step time")
     return parts
 
 
@@ -223,7 +224,7 @@ def compare_window_with_run(report: Report) -> list[str]:
     else:
         parts = [f"{longer}; steps vary too much to tell the profiler's cost"]
     if step.in_warm_up:
-        parts.append("these are warm-up steps")
+        parts.append("these are first steps, before the run's time is measured")
     if step.atypical and step.nearby_ns is not None:
         share = t.format_share(step.share_beyond) if step.share_beyond else "none"
         kind = "long" if step.nearby_ns > step.ns else "short"

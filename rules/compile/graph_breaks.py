@@ -142,7 +142,7 @@ class GraphBreaks(Rule):
                 missing="no stacks",
                 record="with_stack=True, or TORCH_TRACE=FOLDER",
             )
-        first = f" First: {_describe_break(known[0])}." if known else _describe_reads(a)
+        first = f" First: {_describe_break(known[0])}." if known else ""
         count = len(broken_rows) / a.step_count
         yield Finding(
             summary=(
@@ -150,6 +150,7 @@ class GraphBreaks(Rule):
                 f"idle for {of_step(a, idle.total)}, while Python runs between two compiled graphs."
                 f"{first}"
             ),
+            fix="" if known else _fix_for_reads(a),
             evidence=[
                 Evidence("graph breaks", count, "count", per=a.per),
                 amount_per_step(a, "idle at graph breaks", idle.total),
@@ -228,12 +229,17 @@ def _locate(item: GraphBreak | CompileCause) -> Location:
     return Location(file=item.file, line=item.line, function=item.function, count=item.count)
 
 
-def _describe_reads(a: Analysis) -> str:
-    """Return how often a step reads a GPU value, which breaks the graph. Empty if it does not."""
+def _fix_for_reads(a: Analysis) -> str:
+    """Return the fix if a step reads GPU values, each of which can break a graph. Empty if it does
+    not."""
     reads = a.syncs.filter(~pl.col("profiler"), pl.col("cause") == "aten::item")
     count = round(reads.height / a.step_count)
+    if not count:
+        return ""
     return (
-        f" {count_noun(count, 'call')} of .item(){per_step(a)} can be the reason." if count else ""
+        f"Remove what breaks the graph, perhaps {count_noun(count, 'call')} of .item(){per_step(a)}"
+        ": compute with tensors (torch.where, torch.cond), and read values after the compiled "
+        "part. The log names each reason."
     )
 
 

@@ -195,6 +195,7 @@ class UnfusedAttention(Rule):
         case = "shapes or rates not known"
         if fused is not None:
             case = "inputs of 32 bits" if fused.wide else ""
+        named = attention & kernel_work.family_mask(a, "softmax")
         kind = "PyTorch's math fallback" if fallback else "product, softmax, product"
         yield Finding(
             summary=(
@@ -208,7 +209,7 @@ class UnfusedAttention(Rule):
                 Evidence("attention under the math fallback", fallback / total, "share"),
                 Evidence("tokens per sequence", fused and fused.tokens, "count"),
             ],
-            where=kernel_work.kernel_locations(a, attention),
+            where=kernel_work.kernel_locations(a, named if named.any() else attention),
             edits=self._edits(a, rows, blocks, attention, backward_ns, fused),
             confidence_notes=[] if fused else ["shapes, or what the GPU attains, are not known"],
             **(self.case(case) if case else {}),

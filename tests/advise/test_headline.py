@@ -555,7 +555,7 @@ def test_steps_say_how_far_the_gpu_runs_behind_their_marks(
         report = analyze(shared_trace(name))
         (step_parts,) = [parts for label, parts in describe_scope(report) if label == "steps"]
         assert (
-            "the host queues work 17.2 ms ahead, so steps are timed by the GPU's work" in step_parts
+            "the host runs 17.2 ms (8 steps) ahead: the GPU's work sets the step time" in step_parts
         ) == behind
 
 

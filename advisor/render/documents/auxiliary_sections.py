@@ -356,7 +356,7 @@ def _build_row(view: KernelCounters, name: str, traced: bool, several: bool) -> 
         "file": labels.shorten(view.file, 24),
         **times,
         "limited by": "(the runtime's)" if limit and is_runtime(view.name) else limit,
-        "use": _format_or_empty(busiest, t.format_share) + _name_unit(view),
+        "busy": _format_or_empty(busiest, t.format_share) + _name_unit(view),
         "DRAM bytes": _format_or_empty(view.dram_bytes, t.format_bytes) if busiest is None else "",
         "DRAM rate": rate if busiest is None else "",
         "occupancy": _format_or_empty(view.occupancy, t.format_share),

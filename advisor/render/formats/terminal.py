@@ -129,7 +129,8 @@ class _Layout:
 def _fill(screen: _Screen, document: d.Document, options: RenderOptions) -> _Screen:
     """Draw more of the fixes that are not in full, as far as lines are left: the reasons of all
     before code and places."""
-    for labels_shown, title in product(FURTHER_ROWS, screen.row_titles):
+    further = [*product(FURTHER_ROWS, screen.row_titles)]
+    for labels_shown, title in [*further, *product(FURTHER_ROWS[:1], screen.small_titles)]:
         rows = screen.layout.rows
         layout = replace(screen.layout, rows={**rows, title: rows.get(title, set()) | labels_shown})
         fuller = _Screen(document, options, layout)
@@ -147,6 +148,7 @@ class _Screen:
         self.full = self.first = layout.full
         self.level, self.clauses, self.notes = layout.level, layout.clauses, layout.notes
         self.row_titles: list[str] = []
+        self.small_titles: list[str] = []
         self.shows_main = True
         self.left_out: list[str] = []
         self.spare: set[str] = set()
@@ -215,7 +217,7 @@ class _Screen:
                         self._draw_rows(block, {"fix"})
                     elif self.clauses > block.brief:
                         self.page.flow("fix", [_fix_clause(block)], style="bold")
-                    self.row_titles += [block.title] * (not block.brief)
+                    (self.small_titles if block.brief else self.row_titles).append(block.title)
                     shown = self.layout.rows.get(block.title, set())
                     self.shows_main &= not block.main or {"why", "code"} <= shown
                 case d.Card():

@@ -102,30 +102,33 @@ def _name_removed_parts(finding: Finding, report: Report, gains: tuple[int, int,
         return "it depends on how much of the idle time around these calls the fix ends"
     if worst == 1:
         return ""
-    shown = _find_time_in_step(finding, report)
-    if not shown or max(gains) > MAX_EVIDENCE_RATIO * shown:
+    time_in_step = _find_time_in_step(finding, report)
+    if not time_in_step or max(gains) > MAX_EVIDENCE_RATIO * time_in_step:
         return ""
-    removed, low, high = (t.format_share(min(1.0, gain / shown)) for gain in gains)
+    removed, low, high = (t.format_share(min(1.0, gain / time_in_step)) for gain in gains)
     return f"{_REMOVED_SHARE} {removed} of this time ({low} to {high})"
 
 
 def _name_worst_part(finding: Finding, report: Report) -> str:
     """Say which share of the finding's time the fix removes at worst. Empty if an assumption does
     not decide it, or if time and gain are not of the same step."""
-    shown, low = _find_time_in_step(finding, report), finding.impact and finding.impact.low_ns
+    time_in_step, low = (
+        _find_time_in_step(finding, report),
+        finding.impact and finding.impact.low_ns,
+    )
     has_worst = any(edit.worst_factor is not None for edit in finding.edits)
-    if not has_worst or not low or low > shown:
+    if not has_worst or not low or low > time_in_step:
         return ""
-    return f"at worst the fix removes {t.format_share(low / shown)} of this time"
+    return f"at worst the fix removes {t.format_share(low / time_in_step)} of this time"
 
 
 def _find_time_in_step(finding: Finding, report: Report) -> float:
     """Return the finding's time in the step of its gain, in ns. 0 if it is not known there."""
-    shown = 0.0 if finding.shown_time is None else float(finding.shown_time.value or 0)
+    shown_ns = 0.0 if finding.shown_time is None else float(finding.shown_time.value or 0)
     if report.step is None or not report.step.window_differs:
-        return shown
+        return shown_ns
     # On the CPU, all work is shorter in the run's step by the same ratio.
-    return shown * _find_step_ratio(report) if report.scope.device is None else 0.0
+    return shown_ns * _find_step_ratio(report) if report.scope.device is None else 0.0
 
 
 def _find_step_ratio(report: Report) -> float:

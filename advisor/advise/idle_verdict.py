@@ -32,16 +32,21 @@ def explain_idle_without_fix(report: Report, a: Analysis) -> str:
         for part in causes
     ]
     named[0] += f" of the {report.per}"
-    shown = {part.cause for part in causes}
+    named_causes = {part.cause for part in causes}
     recording = how_to_record_more("with_stack=True", a)
-    later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * ("compile" in shown)
-    more = f" with {recording}" if "unknown" in shown and recording else ""
+    later = f" after a few steps{schedule_of(meta, ': ', LATER_STEPS)}" * (
+        "compile" in named_causes
+    )
+    more = f" with {recording}" if "unknown" in named_causes and recording else ""
     advice = "No rule of advisor finds a fix with a significant gain."
     if later or more:
         advice = f"Record{later}{',' * bool(later and more)}{more}."
-    advice = _name_longest_range(report) * ("unknown" in shown) + advice
+    advice = _name_longest_range(report) * ("unknown" in named_causes) + advice
     scope = report.scope
-    if "compile" in shown and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * scope.step_min_ns > 0:
+    if (
+        "compile" in named_causes
+        and scope.step_max_ns > MAX_HEALTHY_STEP_RATIO * scope.step_min_ns > 0
+    ):
         shortest, steps = (
             t.format_duration(scope.step_min_ns),
             t.count_noun(scope.steps_used, "step"),

@@ -69,15 +69,19 @@ def status_class(report: Report) -> str:
 
 
 def _describe_trace(report: Report) -> list[str]:
-    shown = next((i for i in report.inputs if i.rank == report.scope.rank), None)
-    if shown is None:
+    own_inputs = next((i for i in report.inputs if i.rank == report.scope.rank), None)
+    if own_inputs is None:
         return []
-    name = "standard input" if shown.path == "-" else PurePath(shown.path).name or shown.path
+    name = (
+        "standard input"
+        if own_inputs.path == "-"
+        else PurePath(own_inputs.path).name or own_inputs.path
+    )
     if (kind := AUXILIARY_INPUTS_BY_NAME.get(report.scope.step_source)) is not None:
         kernel_count = len(report.kernel_counters) + len(
             report.triton_kernels
         )  # of all files given
-        count = t.count_noun(kernel_count or shown.events_read, kind.counted)
+        count = t.count_noun(kernel_count or own_inputs.events_read, kind.counted)
         description = kind.description
         if any(view.source == "timeline" for view in report.memory):
             description = "a memory timeline, {count}"
@@ -85,16 +89,16 @@ def _describe_trace(report: Report) -> list[str]:
     elif report.scope.step_source == "record":
         parts = [t.shorten_path(name, 60), "no profiled window"]
     else:
-        parts = [t.shorten_path(name, 60), t.count_noun(shown.events_read, "event")]
-    if shown.truncated:
+        parts = [t.shorten_path(name, 60), t.count_noun(own_inputs.events_read, "event")]
+    if own_inputs.truncated:
         parts.append("cut off")
-    if shown.windows > 1:
-        parts.append(f"window {shown.window} (there are {shown.windows}: --window)")
+    if own_inputs.windows > 1:
+        parts.append(f"window {own_inputs.window} (there are {own_inputs.windows}: --window)")
     if len(report.inputs) > 1:
-        which = "no rank known" if shown.rank is None else f"rank {shown.rank}"
+        which = "no rank known" if own_inputs.rank is None else f"rank {own_inputs.rank}"
         parts += [f"{which} of {len(report.inputs)}", *_name_other_ranks(report)]
-    elif shown.rank is not None:
-        parts.append(f"rank {shown.rank}")
+    elif own_inputs.rank is not None:
+        parts.append(f"rank {own_inputs.rank}")
     return parts
 
 
@@ -365,9 +369,9 @@ def _describe_slow_steps(report: Report) -> list[str]:
     names = ", ".join(map(str, slow.numbers))
     steps = "step" if len(slow.numbers) == 1 else "steps"
     which = f" ({steps} {names})" if len(slow.numbers) <= MAX_NAMED_STEPS else ""
-    shown = f"{slow.sentence_start}{which}: {t.format_share(slow.share)} of the time"
+    slow_text = f"{slow.sentence_start}{which}: {t.format_share(slow.share)} of the time"
     load = other_load(report)
-    return [shown, load] if load else [shown]
+    return [slow_text, load] if load else [slow_text]
 
 
 def list_repeated_parts(report: Report) -> list[str]:
@@ -433,15 +437,15 @@ def headline_numbers(report: Report) -> list[Line]:
         busy += [f"memory peak {memory_peak(report)}"]
         lines.append(("GPU", busy))
     if report.operators:
-        shown = report.operators[:MAX_LISTED_NAMES]
-        short_names = labels.labels_by_name((op.name for op in shown), 40)
-        parts = [f"{short_names[op.name]} {t.format_share(op.share)}" for op in shown]
+        items = report.operators[:MAX_LISTED_NAMES]
+        short_names = labels.labels_by_name((op.name for op in items), 40)
+        parts = [f"{short_names[op.name]} {t.format_share(op.share)}" for op in items]
         lines.append(("ops", [f"{parts[0]} of operators' time", *parts[1:]]))
     if report.ranges:
-        shown = report.ranges[:MAX_LISTED_NAMES]
-        short_names = labels.labels_by_name((item.name for item in shown), 40)
+        items = report.ranges[:MAX_LISTED_NAMES]
+        short_names = labels.labels_by_name((item.name for item in items), 40)
         lines.append(
-            ("ranges", [f"{short_names[item.name]} {t.format_share(item.share)}" for item in shown])
+            ("ranges", [f"{short_names[item.name]} {t.format_share(item.share)}" for item in items])
         )
     if report.families:
         lines.append(("work", _describe_families(report)))
@@ -642,12 +646,12 @@ def describe_cost(report: Report) -> list[str]:
 def _describe_families(report: Report) -> list[str]:
     """Describe the share of each kind of device work, and count the kernels and copies."""
     parts = sorted(report.families, key=lambda family: -family.ns)
-    shown = [f"{labels.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_LISTED_NAMES]]
-    if shown:
-        shown[0] += " of device work"
+    names = [f"{labels.clean(f.name)} {t.format_share(f.share)}" for f in parts[:MAX_LISTED_NAMES]]
+    if names:
+        names[0] += " of device work"
     total = round(sum(family.count for family in report.families))
     work = t.count_noun(total, "kernel or copy", "kernels and copies")
-    return [*shown, f"{work} {t.format_per(report.per)}"]
+    return [*names, f"{work} {t.format_per(report.per)}"]
 
 
 MIN_UNKNOWN_IDLE_SHARE, MIN_HOST_PATH_SHARE = 0.5, 0.1

@@ -98,11 +98,11 @@ def refuse_unrelated(run: Run) -> None:
     names = [
         t.shorten_path(PurePath(path.partition("::")[0]).name, 60) for path in dict.fromkeys(paths)
     ]
-    shown = names[:MAX_FILES] + [f"{len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
+    listed_names = names[:MAX_FILES] + [f"{len(names) - MAX_FILES} more"] * (len(names) > MAX_FILES)
     prefix = "" if run.path is None else f"{run.path}: "
     raise AdvisorError(
         f"{prefix}these {len(names)} files do not look like ranks or windows of one run: "
-        f"{' and '.join(reasons)}; pass files of one run ({', '.join(shown)})"
+        f"{' and '.join(reasons)}; pass files of one run ({', '.join(listed_names)})"
     )
 
 

@@ -285,11 +285,11 @@ def analyze_paths_in_full(
 ) -> AnalysisResult:
     """Read and analyse traces with a progress line on stderr. ``names`` collects users and hosts
     from the input."""
-    with out.Progress(progress) as shown:
+    with out.Progress(progress) as progress_line:
         peek = None if names is None else names.peek
-        options = o.with_read_options(options, progress=shown.report_bytes, peek=peek)
+        options = o.with_read_options(options, progress=progress_line.report_bytes, peek=peek)
         return analyze_with_progress(
-            paths, replace(options, on_progress=RankProgress(shown)), shown
+            paths, replace(options, on_progress=RankProgress(progress_line)), progress_line
         )
 
 

@@ -102,16 +102,18 @@ def _compare(
         raise AdvisorError("--steps: the steps of a saved report are fixed; give the trace")
     if any(saved) and options.prices is not None:
         raise AdvisorError(f"{o.PRICE_OPTIONS}: {o.SAVED_HAS_COST}")
-    with out.Progress(progress) as shown:
-        options = o.with_read_options(options, progress=shown.report_bytes, peek=redaction.peek)
+    with out.Progress(progress) as progress_line:
+        options = o.with_read_options(
+            options, progress=progress_line.report_bytes, peek=redaction.peek
+        )
         examined = []
         for path, report in zip((before, after), saved, strict=True):
             if report is not None:
                 continue
             run = open_ranks(path, options)
-            shown.show("measuring")
+            progress_line.show("measuring")
             examined.append(analyze_in_full(run, options))
-        shown.show("comparing")
+        progress_line.show("comparing")
         names = redaction.collect(*(item.run for item in examined))
         if not any(saved):
             return compare_examined(*examined), names

@@ -78,8 +78,8 @@ def _show_recording(format_name: str, **shown_parts: Any) -> None:
 
     folder = Path(__file__).parents[1] / "sample_workloads" / "recordings"
     paths = [folder / f"loader_{when}.json.gz" for when in ("before", "after")]
-    with Progress() as shown:
-        shown.show("analyzing")
+    with Progress() as progress:
+        progress.show("analyzing")
         before = analyze_in_full([str(paths[0])], Options())
         is_terminal = format_name == "terminal"
         after = analyze_in_full([str(paths[1])], Options()) if is_terminal else None
@@ -105,14 +105,14 @@ def _describe_outcome(
     if steps.before is None or steps.after is None or predicted is None or host_ns is None:
         return "\nThe recording from after the change cannot be compared with this one.\n"
     before, after = steps.before.mean_ns, steps.after.mean_ns
-    shown = [t.format_duration(ns) for ns in (before, host_ns, after)]
+    durations = [t.format_duration(ns) for ns in (before, host_ns, after)]
     range_ = t.format_range(predicted.low_ns or 0, predicted.high_ns or 0)
     gain = f"{t.format_duration(predicted.gain_ns)} less per step ({range_})"
     return (
         f"\nThen its authors set {CHANGE} and recorded again:\n"
         f"  predicted  {gain}, with 2 or 4 workers\n"
         f"  measured   {t.format_range(before - host_ns, before - after)} less: "
-        f"{shown[0]} → {shown[1]} on the host, {shown[2]} on the GPU\n"
+        f"{durations[0]} → {durations[1]} on the host, {durations[2]} on the GPU\n"
     )
 
 
@@ -125,8 +125,8 @@ def _record_trace(folder: Path, device: str | None, steps: int) -> Path:
 
     run = Setup(device=_choose_device(device))
     try:
-        with Progress() as shown:
-            shown.show(
+        with Progress() as progress:
+            progress.show(
                 f"recording {t.count_noun(steps, 'step')} of a small CNN on the {run.device}"
             )
             return record("simple_cnn", run, folder, steps=steps, memory=False)[0]

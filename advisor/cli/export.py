@@ -57,9 +57,11 @@ def command(
     from advisor.export import build_tracks, write_trace
 
     redaction = RedactionNames(redact)
-    with out.Progress(progress) as shown:
-        options = o.with_read_options(options, progress=shown.report_bytes, peek=redaction.peek)
-        examined = analyze_with_progress([path], options, shown)
+    with out.Progress(progress) as progress_line:
+        options = o.with_read_options(
+            options, progress=progress_line.report_bytes, peek=redaction.peek
+        )
+        examined = analyze_with_progress([path], options, progress_line)
         a, report = examined.main, examined.report
         if a.record_only:
             raise AdvisorError(f"{path}: no window was profiled, so there is no trace to export")
@@ -79,7 +81,7 @@ def command(
             redacted=redact,
             names=names or (),
             limit=options.read.max_bytes,
-            progress=lambda _, size: shown.show(f"writing: {size / 1e6:,.0f} MB read"),
+            progress=lambda _, size: progress_line.show(f"writing: {size / 1e6:,.0f} MB read"),
         )
     lines = [f"{perfetto}: {t.count_noun(written.events, 'event')} and {written.added:,} of ours"]
     if written.lost:

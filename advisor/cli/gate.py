@@ -108,7 +108,7 @@ def command(
     after = _read_report(paths[1], options, progress)
     comparison = compare_with_baseline(before, after, bounds)
     out.deliver(renderer, comparison, output, paths, details=details)
-    _write_to_workflow(comparison, shown=output is None and format_name == "github")
+    _write_to_workflow(comparison, is_shown=output is None and format_name == "github")
     if comparison.decision is not None and comparison.decision.failed:
         raise typer.Exit(1)
 
@@ -158,10 +158,10 @@ def _analyse_run(path: str, options: Options, progress: bool) -> Report:
     return analyze_paths_in_full([path], options, progress).report
 
 
-def _write_to_workflow(comparison: Comparison, *, shown: bool) -> None:
+def _write_to_workflow(comparison: Comparison, *, is_shown: bool) -> None:
     """Write annotations and the job summary if GitHub Actions runs this. A failure to write the
     summary does not change the decision."""
-    if os.environ.get("GITHUB_ACTIONS") == "true" and not shown:
+    if os.environ.get("GITHUB_ACTIONS") == "true" and not is_shown:
         # stdout may contain JSON for another program; Actions also reads commands from stderr
         print(DECISIONS.render("github", comparison), end="", file=sys.stderr)
     summary = os.environ.get("GITHUB_STEP_SUMMARY")

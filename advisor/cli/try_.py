@@ -97,8 +97,8 @@ def command(
     )
     # CI or an agent's server ends us like this: report what is known, leave no orphans
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with Progress(progress) as shown:
-        report, run = try_program(words, recorded, request, shown.show)
+    with Progress(progress) as progress_line:
+        report, run = try_program(words, recorded, request, progress_line.show)
     deliver(renderer, report, output, details=True)
     print(f"wrote {run}; advisor dashboard {run} shows it", file=sys.stderr)
     if report.interrupted:

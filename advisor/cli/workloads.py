@@ -110,8 +110,8 @@ def run(
             scale=workload.default_scale(device) if scale is None else scale,
             seed=seed,
         )
-        with Progress() as shown:
-            shown.show(
+        with Progress() as progress:
+            progress.show(
                 f"recording {t.count_noun(steps or workload.steps, 'step')} of {name}, {variant}"
             )
             written = running.record_run(name, setup, folder, steps=steps)

@@ -138,8 +138,8 @@ def _join_sides(
         .with_columns(larger=pl.max_horizontal("after_ns", "before_ns"))
         .sort("difference", "larger", *keys, descending=[True, True, *[False] * len(keys)])
     )
-    shown, remaining = joined.head(_MAX_ROWS), joined.tail(max(0, joined.height - _MAX_ROWS))
-    rows = [_build_work(row) for row in shown.to_dicts()]
+    largest, remaining = joined.head(_MAX_ROWS), joined.tail(max(0, joined.height - _MAX_ROWS))
+    rows = [_build_work(row) for row in largest.to_dicts()]
     if remaining.is_empty():
         return rows, None
     totals = remaining.select(pl.col(figures).sum()).to_dicts()[0]

@@ -123,8 +123,8 @@ def _describe_distribution(runs: Runs) -> Distribution | None:
         return None
     sample = np.array(durations, dtype=np.float64)
     low, middle, high = np.quantile(sample, [0.1, 0.5, 0.9])
-    shown = min(len(sample), MAX_SHOWN_DURATIONS)
-    rows = np.linspace(0, len(sample) - 1, shown).round().astype(int)
+    listed_count = min(len(sample), MAX_SHOWN_DURATIONS)
+    rows = np.linspace(0, len(sample) - 1, listed_count).round().astype(int)
     return Distribution(
         count=len(sample),
         mean_ns=float(sample.mean()),

@@ -244,7 +244,7 @@ def _cut_texts(
     for i, result in words.items():
         same_names["".join(result[: heads[i]])].append(i)
     # a text that fits is never confused with a cut one: it has no gap
-    shown = list(texts)
+    shortened = list(texts)
     groups = (
         all_[at : at + _MAX_COMPARED]
         for all_ in same_names.values()
@@ -253,10 +253,10 @@ def _cut_texts(
     for group in groups:
         picked = _pick_words([words[i][heads[i] :] for i in group], [heads[i] for i in group])
         for i, places in zip(group, picked, strict=True):
-            shown[i] = _join_label(
+            shortened[i] = _join_label(
                 words[i], heads[i], places, width, partly=share <= _MIN_WHOLE_SHARE
             )
-    return shown
+    return shortened
 
 
 def _split_words(text: str) -> list[str]:

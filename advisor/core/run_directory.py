@@ -433,8 +433,8 @@ def read_recording(path: str | Path) -> Recording:
             f"{folder / MANIFEST}: not a manifest ({_describe_error(error)})"
         ) from None
     if manifest.schema.split("/")[0] != SCHEMA.split("/", maxsplit=1)[0]:
-        shown = manifest.schema[:60]
-        raise AdvisorError(f"{folder / MANIFEST}: schema {shown!r}, expected {SCHEMA!r}")
+        schema_text = manifest.schema[:60]
+        raise AdvisorError(f"{folder / MANIFEST}: schema {schema_text!r}, expected {SCHEMA!r}")
     problems: list[str] = []
     ranks: dict[int, RankRecord] = {}
     for number, sub in rank_folders(folder):

@@ -246,11 +246,11 @@ def _number_threads(threads: pl.DataFrame) -> tuple[list[tuple[int, int]], list[
     ids, name_events = [], []
     for pid, tid, name in threads.select("pid", "tid", "name").iter_rows():
         ids.append((number(pid), number(tid)))
-        shown = name or ("" if _is_number(tid) else tid)
-        if shown:
+        label = name or ("" if _is_number(tid) else tid)
+        if label:
             ids_of_event = {"pid": ids[-1][0], "tid": ids[-1][1]}
             name_events.append(
-                {"ph": "M", "name": "thread_name", **ids_of_event, "args": {"name": shown}}
+                {"ph": "M", "name": "thread_name", **ids_of_event, "args": {"name": label}}
             )
     return ids, name_events
 

@@ -56,10 +56,10 @@ def build_tables(a: Analysis, report: Report) -> dict[str, CsvTable]:
 def _escape_cell(value: Cell) -> Cell:
     if not isinstance(value, str):
         return value
-    shown = labels.clean(value, lines=True)
-    first = unicodedata.normalize("NFKC", shown.lstrip()[:1])
-    formula = first in FORMULA_CHARACTERS or shown.startswith(("\t", "\r", "\n"))
-    return f"'{shown}" if formula else shown
+    text = labels.clean(value, lines=True)
+    first = unicodedata.normalize("NFKC", text.lstrip()[:1])
+    formula = first in FORMULA_CHARACTERS or text.startswith(("\t", "\r", "\n"))
+    return f"'{text}" if formula else text
 
 
 def _findings_table(report: Report) -> CsvTable:

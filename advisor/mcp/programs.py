@@ -164,7 +164,7 @@ def build_trial_answer(
 ) -> TrialsResult:
     """Return the answer for a trial report. If there is none, ``output`` tells why."""
     report = report or TrialReport(interrupted=True)
-    shown, remaining = answers.take_first(report.trials, answers.MAX_TRIALS)
+    first_trials, remaining = answers.take_first(report.trials, answers.MAX_TRIALS)
     return TrialsResult(
         path=path,
         exit_code=exit_code,
@@ -172,7 +172,7 @@ def build_trial_answer(
         complete=not (report.interrupted or report.out_of_budget) and exit_code == 0,
         step_ns=report.step_ns,
         repeats_its_losses=report.repeats,
-        trials=[_build_trial_line(trial) for trial in shown],
+        trials=[_build_trial_line(trial) for trial in first_trials],
         more_trials=remaining,
         together=_build_together_line(report.together),
         by_hand=[answers.bound_name(item) for item in report.without[: answers.MAX_TRIALS]],

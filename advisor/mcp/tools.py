@@ -243,11 +243,11 @@ class Tools:
         """List the operators with the most device time, by shape: the rates they reach, their
         limit, and what they would save at the rates that this GPU model can attain."""
         report = self._examine_path(path, rank).report
-        shown, remaining = answers.take_first(report.rooflines, max(0, min(top, 50)))
+        first_rooflines, remaining = answers.take_first(report.rooflines, max(0, min(top, 50)))
         device = report.scope.device_name
         return OperatorAnswer(
             path=answers.bound_name(path),
-            operators=[_build_operator_line(item) for item in shown],
+            operators=[_build_operator_line(item) for item in first_rooflines],
             more_operators=remaining,
             untrusted=answers.UNTRUSTED,
             from_trace={"gpu": None if device is None else answers.bound_name(device)},
@@ -315,7 +315,7 @@ class Tools:
                 gpu_choices = choose_gpus(
                     Projector(a), [(target, None) for target in targets.values()]
                 )
-        shown, remaining = answers.take_first(splits, answers.MAX_SPLITS)
+        first_splits, remaining = answers.take_first(splits, answers.MAX_SPLITS)
         return Projected(
             path=answers.bound_name(path),
             rank=None if pacing.slowest < 0 else pacing.slowest,
@@ -323,7 +323,7 @@ class Tools:
             gpus=[_build_gpu_step(choice.projection) for choice in gpu_choices],
             splits=[
                 answers.copy_fields(SplitStep, row, refused=answers.bound_text(row.refused))
-                for row in shown
+                for row in first_splits
             ],
             more_splits=remaining,
             notes=[answers.bound_text(note) for note in [*notes, *pacing.notes]],

@@ -184,12 +184,12 @@ def print_message(*paragraphs: str) -> None:
 
 def print_result(run: Path, *, analyse: bool) -> None:
     """Print where a run is, and its first finding."""
-    shown = _short_path(run)
-    sentences = [f"recorded in {shown}"]
+    path = _short_path(run)
+    sentences = [f"recorded in {path}"]
     result = summarize_findings(run) if analyse else None
     if result:
         sentences += result
-    sentences.append(f"More: advisor analyze {shlex.quote(shown)}")
+    sentences.append(f"More: advisor analyze {shlex.quote(path)}")
     print_message(*sentences)
 
 

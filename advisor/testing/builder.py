@@ -390,8 +390,8 @@ class TraceBuilder:
             "_reduce_scatter_base": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(...)",
             "broadcast": "ncclDevKernel_Broadcast_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         }.get(kind, "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)")
-        shown = {"allreduce": "all_reduce", "_reduce_scatter_base": "_reduce_scatter_base"}
-        with self.range(f"nccl:{shown.get(kind, kind)}"):
+        display_names = {"allreduce": "all_reduce", "_reduce_scatter_base": "_reduce_scatter_base"}
+        with self.range(f"nccl:{display_names.get(kind, kind)}"):
             self.launch(
                 kernel,
                 us,

@@ -200,8 +200,8 @@ def locate_traces(places: Sequence[str], ranks: str = "") -> list[RemoteFile]:
     ]
     if not findings:
         present = sorted({item.rank for item in result.values() if item.rank is not None})
-        shown = ", ".join(map(str, present[:20])) or "none, by the names of the files"
-        raise AdvisorError(f"--ranks {ranks}: no trace of these ranks (ranks present: {shown})")
+        rank_list = ", ".join(map(str, present[:20])) or "none, by the names of the files"
+        raise AdvisorError(f"--ranks {ranks}: no trace of these ranks (ranks present: {rank_list})")
     if chosen is not None and all(item.rank is not None for item in result.values()):
         chosen.refuse_missing([item.rank or 0 for item in result.values()])
     return sorted(findings, key=lambda item: (item.rank is None, item.rank or 0, item.url))

@@ -532,10 +532,10 @@ def report_layers(a: Analysis) -> data.Layers | None:
         kept=None if memory is None else pl.Series(memory.net_allocated),
         peak=None if memory is None or memory.peak is None else pl.Series(memory.peak),
     )
-    shown = sorted(sorted(time, key=lambda index: (-time[index], index))[:_MAX_GROUPS])
-    new_index = {index: number for number, index in enumerate(shown)}
+    largest = sorted(sorted(time, key=lambda index: (-time[index], index))[:_MAX_GROUPS])
+    new_index = {index: number for number, index in enumerate(largest)}
     rows = []
-    for index in shown:
+    for index in largest:
         group = groups[index]
         members = nodes[group.nodes]
         ns = time[index]

@@ -156,8 +156,10 @@ def _sum_own_kernels(a: Analysis, node: NDArray[np.int64]) -> pl.DataFrame:
     )
     sums = rows.filter(pl.col("node") >= 0).group_by("node", "name", maintain_order=True)
     table = sums.agg(pl.col("ns").sum(), pl.len().cast(pl.Int64).alias("count"))
-    shown = table.filter(pl.len().over("node") > 1, pl.col("ns") >= MIN_KERNEL_SHARE * ns.sum())
-    return shown.with_columns(name=KERNEL + pl.col("name"))
+    large_kernels = table.filter(
+        pl.len().over("node") > 1, pl.col("ns") >= MIN_KERNEL_SHARE * ns.sum()
+    )
+    return large_kernels.with_columns(name=KERNEL + pl.col("name"))
 
 
 KERNEL = "kernel: "

@@ -338,5 +338,5 @@ def _sum_by_name(
 
 
 def _largest_parts(parts: list[StepVariationPart], difference: float) -> list[StepVariationPart]:
-    shown = [part for part in parts if part.ns >= _MIN_NAMED_SHARE * difference]
-    return sorted(shown, key=lambda part: -part.ns)[:_MAX_PARTS]
+    large_parts = [part for part in parts if part.ns >= _MIN_NAMED_SHARE * difference]
+    return sorted(large_parts, key=lambda part: -part.ns)[:_MAX_PARTS]

@@ -48,10 +48,10 @@ def build_compilation(log: CompileLog | None, report: Report | None = None) -> I
     ):
         if rows:
             more = len(rows) - _MAX_ROWS
-            shown = rows[:_MAX_ROWS]
+            first_rows = rows[:_MAX_ROWS]
             if more > 0:
-                shown.append(d.Span(f"{more:,} more; JSON has all", "soft"))
-            lists.append(d.Items(shown, "∙", f"{title} ({len(rows)})"))
+                first_rows.append(d.Span(f"{more:,} more; JSON has all", "soft"))
+            lists.append(d.Items(first_rows, "∙", f"{title} ({len(rows)})"))
     yield d.Section("torch.compile", lists)
 
 

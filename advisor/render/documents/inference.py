@@ -134,8 +134,8 @@ def describe_lines(inference: InferenceByPhase) -> list[tuple[str, list[str], bo
             result.append(("spread", parts, not phase.jitter))
         if phase.roles:
             total = sum(phase.roles.values()) or 1.0
-            shown = list(phase.roles.items())[:MAX_ROLES]
-            parts = [f"{name} {t.format_share(ns / total)}" for name, ns in shown]
+            first_roles = list(phase.roles.items())[:MAX_ROLES]
+            parts = [f"{name} {t.format_share(ns / total)}" for name, ns in first_roles]
             result.append(("parts", [f"{own}: {parts[0]}", *parts[1:]], len(inference.phases) > 1))
     if inference.between is not None and inference.between_share is not None:
         share = f"{t.format_share(inference.between_share)} of the time"

@@ -71,8 +71,8 @@ def _build_tree(layers: Layers, limit: int) -> list[d.Block]:
     for layer in layers.layers:
         depth.append(0 if layer.parent is None else depth[layer.parent] + 1)
     order = sorted(range(len(depth)), key=lambda place: (-layers.layers[place].ns, place))
-    shown = sorted([place for place in order if depth[place] < _MAX_DEPTH][:limit])
-    rows = [_build_row(layers.layers[place], depth[place]) for place in shown]
+    positions = sorted([place for place in order if depth[place] < _MAX_DEPTH][:limit])
+    rows = [_build_row(layers.layers[place], depth[place]) for place in positions]
     rows.append(_build_outside_row(layers))
     columns = range(len(_HEAD))
     used_columns = [n for n in columns if n < _FIXED or any(row[n] != t.EMPTY_CELL for row in rows)]
@@ -87,7 +87,7 @@ def _build_tree(layers: Layers, limit: int) -> list[d.Block]:
     if any(layer.flops_per_s or layer.bytes_per_s for layer in layers.layers):
         notes.append("Rates are over all time of a module.")
     notes.append(_explain_memory(layers))
-    hidden = len(depth) - len(shown) + layers.more
+    hidden = len(depth) - len(positions) + layers.more
     if hidden:
         notes.append(f"{t.count_noun(hidden, 'smaller or deeper group')} not shown.")
     return [table, d.Paragraph(" ".join(notes), "soft", indent=0)]
@@ -201,11 +201,11 @@ def build_operators(report: Report, options: d.RenderOptions = d.DEFAULT) -> d.D
     if not rows:
         text = "No kernels were recorded: what operators attain is not measured."
         return d.Document(text, [], name="operators", style="")
-    shown = "all" if len(rows) == len(result) else f"the {len(rows)} longest"
+    which = "all" if len(rows) == len(result) else f"the {len(rows)} longest"
     below = [f"{row.dtype or ''} {row.shapes or 'shapes not recorded'}".strip() for row in rows]
     table = d.Grid(_COLUMNS, [_build_cells(row) for row in rows], below=below)
     notes = [d.Paragraph(line, "soft", indent=0) for line in _list_notes(report, rows)]
-    title = f"Operators by shape, {shown}, {t.format_per(report.per)}"
+    title = f"Operators by shape, {which}, {t.format_per(report.per)}"
     return d.Document("", [d.Section(title, [table, *notes])], name="operators")
 
 
@@ -255,8 +255,8 @@ def _list_notes(report: Report, rows: list[OperatorRate]) -> list[str]:
 
 def _describe_source(rate: AttainableRate) -> str:
     what = "memory" if rate.of == "memory" else f"matrix products in {rate.of}"
-    shown = _shorten_rate(rate.rate, "G" if rate.of == "memory" else "T")
+    text = _shorten_rate(rate.rate, "G" if rate.of == "memory" else "T")
     if rate.source is None:
-        return f"{what}: {shown}, estimated: the peak times what other GPUs of its maker attain"
+        return f"{what}: {text}, estimated: the peak times what other GPUs of its maker attain"
     where = f", {labels.clean(rate.url)}" if rate.url else ""
-    return f"{what}: {shown}, measured: {labels.clean(rate.source)}{where}"
+    return f"{what}: {text}, measured: {labels.clean(rate.source)}{where}"

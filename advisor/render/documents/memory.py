@@ -210,8 +210,8 @@ def _find_difference(own: MemorySample, samples: list[MemorySample]) -> str:
 
 def describe_devices(report: Report, rows: int = _MAX_ROWS) -> list[DeviceMemory]:
     """Describe each device of the snapshot, at most ``_MAX_DEVICES``."""
-    shown = report.memory[:_MAX_DEVICES]
-    return [describe_device(view, rows, named=len(report.memory) > 1) for view in shown]
+    devices = report.memory[:_MAX_DEVICES]
+    return [describe_device(view, rows, named=len(report.memory) > 1) for view in devices]
 
 
 _CHURN = "Allocated and freed within a step"

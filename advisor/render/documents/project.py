@@ -126,8 +126,8 @@ def _build_choices(
     rows = []
     for cells, names in equal.items():
         many = len(names) >= MIN_EQUAL
-        shown = [f"{len(names)} models, as {names[0]}"] if many else names
-        rows += [[name, *cells] for name in shown]
+        model_names = [f"{len(names)} models, as {names[0]}"] if many else names
+        rows += [[name, *cells] for name in model_names]
     what = f"{currency} {'a million' if epoch is None else 'an epoch'}"
     head = ["GPU", "step", "range", "speed", *([what] if paid else []), "memory"]
     optional = (len(head) - 1,) if paid else ()
@@ -231,9 +231,11 @@ def build_fit(fit: MemoryFit, *, gpu: str, batch: str, request: int = 0) -> d.Do
     if others:
         title = "Other changes, each alone" if fit.chosen else "Changes, each alone"
         blocks.append(_fit_table(title, others))
-    shown = [*fit.chosen, *others]
-    if fit.phases is None and any(way.ns is None for way in shown):
-        rated = "; others are by the GPU's rated bandwidths" if any(way.ns for way in shown) else ""
+    choices = [*fit.chosen, *others]
+    if fit.phases is None and any(way.ns is None for way in choices):
+        rated = (
+            "; others are by the GPU's rated bandwidths" if any(way.ns for way in choices) else ""
+        )
         text = (
             f"Times that need a trace are unknown{rated}. Give a trace and "
             "--memory-snapshot SNAPSHOT."
@@ -335,8 +337,8 @@ def _describe_phases(fit: MemoryFit) -> list[str]:
     assert phases is not None
     named = [("forward", phases.forward), ("backward", phases.backward),
              ("optimizer", phases.optimizer)]  # fmt: skip
-    shown = [f"{name} {t.format_duration(ns)}" for name, ns in named if ns > 0]
-    return [t.format_duration(phases.step), *shown]
+    parts = [f"{name} {t.format_duration(ns)}" for name, ns in named if ns > 0]
+    return [t.format_duration(phases.step), *parts]
 
 
 def _build_row(way: CostedChange) -> list[str]:

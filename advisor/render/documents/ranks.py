@@ -180,8 +180,8 @@ def _build_list(title: str, lines: list[str], aside: str = "") -> d.Section:
 
 
 def _build_map(ranks: Ranks) -> Iterator[d.Block]:
-    shown = rank_charts.build_heat_map(ranks)
-    if shown is None:
+    heat_map = rank_charts.build_heat_map(ranks)
+    if heat_map is None:
         return
     rows = [
         [
@@ -189,19 +189,19 @@ def _build_map(ranks: Ranks) -> Iterator[d.Block]:
             t.format_duration(line.step_ns),
             *(t.format_duration(value) for value in line.time),
         ]
-        for line in shown.lines
+        for line in heat_map.lines
     ]
-    names = [rank_charts.class_label(name) for name in shown.classes]
+    names = [rank_charts.class_label(name) for name in heat_map.classes]
     figure = RankMap(
         "Time per step by rank and class",
         names,
-        shown.columns(),
-        lambda column, row: shown.tint(shown.lines[column], row),
-        lambda column, row: shown.title(shown.lines[column], row),
-        shown.is_effect,
-        t.format_duration(shown.scale_ns),
+        heat_map.columns(),
+        lambda column, row: heat_map.tint(heat_map.lines[column], row),
+        lambda column, row: heat_map.title(heat_map.lines[column], row),
+        heat_map.is_effect,
+        t.format_duration(heat_map.scale_ns),
         d.Grid(["rank", "step", *names], rows),
-        shown.note,
+        heat_map.note,
     )
     yield d.Section("Ranks × classes of time", [figure], "compared with the median rank")
 

@@ -133,16 +133,16 @@ def _build_timeline(report: Report, options: d.RenderOptions) -> StepTimeline | 
         return None
     from advisor.measure.steps.step_lanes import build_step_lanes
 
-    shown = build_step_lanes(options.analysis)
-    if shown is None:
+    lanes = build_step_lanes(options.analysis)
+    if lanes is None:
         return None
     title = "The recording"
     if report.per == "step":
         which = "A typical step" if report.scope.steps_used > 1 else "The step"
-        title = f"{which}: {options.clean(shown.step)}"
-    title = f"{title}, {t.format_duration(shown.dur_ns)}"
+        title = f"{which}: {options.clean(lanes.step)}"
+    title = f"{title}, {t.format_duration(lanes.dur_ns)}"
     outside = any(part.outside_operators for part in report.idle)
-    return StepTimeline(title, shown, report.scope.framework, t.format_of(report.per), outside)
+    return StepTimeline(title, lanes, report.scope.framework, t.format_of(report.per), outside)
 
 
 def _build_ranks(report: Report) -> Iterator[d.Block]:
@@ -298,8 +298,8 @@ def _list_places(report: Report, finding: Finding, width: int) -> Iterator[d.Tex
     """List the places, worst first, one line each, and how to record a missing line. ``width``:
     columns of a page."""
     names_width, path_width = max(48, width - 32), max(60, width - 20)
-    shown = finding_text.named_places(finding, name_width=names_width, path_width=path_width)
-    for number, (location, names) in enumerate(shown):
+    places = finding_text.named_places(finding, name_width=names_width, path_width=path_width)
+    for number, (location, names) in enumerate(places):
         full_names = t.location_names(location, name_width=2000, path_width=2000)
         parts: list[d.Inline] = [
             d.Span(name, "code", full) for name, full in zip(names, full_names, strict=True)
@@ -312,7 +312,7 @@ def _list_places(report: Report, finding: Finding, width: int) -> Iterator[d.Tex
         if parts:
             yield d.TextField("" if number else "where", parts, detail=number > 0, min_parts=2)
     if missing := finding_text.line_not_recorded(report, finding):
-        yield d.TextField("" if shown else "where", [missing], "soft")
+        yield d.TextField("" if places else "where", [missing], "soft")
 
 
 def _build_fact(item: Evidence) -> d.EvidenceRow:
@@ -329,8 +329,10 @@ def _build_fact(item: Evidence) -> d.EvidenceRow:
 def _build_remaining(report: Report, on_demand: Sequence[d.Block]) -> Iterator[d.Block]:
     if report.notes:
         large = [note for note in report.notes if finding_text.is_large_note(note, report)]
-        shown = [n for n in report.notes if n in large or finding_text.is_notable_note(n, report)]
-        others = [note for note in report.notes if note not in shown]
+        listed_notes = [
+            n for n in report.notes if n in large or finding_text.is_notable_note(n, report)
+        ]
+        others = [note for note in report.notes if note not in listed_notes]
         notes = [_describe_note(note) for note in others[:MAX_NOTES]]
         counted = t.count_noun(len(others), "note")
         gains = [(n.impact.share or 0.0, n.title) for n in others if n.impact is not None]
@@ -345,8 +347,10 @@ def _build_remaining(report: Report, on_demand: Sequence[d.Block]) -> Iterator[d
             title = "What the counters show" if counters else "What to change"
             yield d.Section(title, [d.Items(items)], "the largest first" if len(items) > 1 else "")
         else:
-            if shown:
-                cards = [_describe_note(n, large=n in large, row=n not in large) for n in shown]
+            if listed_notes:
+                cards = [
+                    _describe_note(n, large=n in large, row=n not in large) for n in listed_notes
+                ]
                 yield d.Section("Large but unproven", cards)
             if notes:
                 yield d.Section("Notes", notes, folded=True, summary=counted)
@@ -406,6 +410,6 @@ def _describe_note(finding: Finding, *, large: bool = False, row: bool = False) 
         d.TextField("gain", ["" if row else gain]),
         d.TextField("fix", [finding.fix], prose=row, spare=4 if row else 0),
     ]
-    shown = d.FieldList([f for f in fields if f.parts[0]], indent=4)
+    field_list = d.FieldList([f for f in fields if f.parts[0]], indent=4)
     possible = gain.replace("if so,", "possibly") if row else ""
-    return d.Card(finding.title, [shown], gain=possible, fix=False, always_full=large)
+    return d.Card(finding.title, [field_list], gain=possible, fix=False, always_full=large)

@@ -315,8 +315,8 @@ def _build_advice(texts: Mapping[str, Any]) -> list[d.Block]:
         d.TextField("unless", [texts.get("falsified_by", "")]),
         d.TextField("assumes", ["; ".join(texts.get("assumptions", ()))]),
     ]
-    shown = [field for field in fields if field.parts[0]]
-    return [*blocks, d.FieldList(shown)] if shown else blocks
+    filled_fields = [field for field in fields if field.parts[0]]
+    return [*blocks, d.FieldList(filled_fields)] if filled_fields else blocks
 
 
 def _build_cases(cases: Mapping[str, Mapping[str, Any]]) -> Iterator[d.Section]:

@@ -42,7 +42,7 @@ def build(report: TrialReport, options: d.RenderOptions = d.DEFAULT) -> d.Docume
         )
         for why in reasons
     ]
-    shown = d.Section(
+    table_section = d.Section(
         "Trials", [_build_table(report)], "share of the step that is saved", short=True
     )
     nothing = d.Paragraph(NO_TRIAL, indent=0)
@@ -50,7 +50,7 @@ def build(report: TrialReport, options: d.RenderOptions = d.DEFAULT) -> d.Docume
         write_trial_headline(report),
         [
             d.FieldList(fields, indent=0),
-            shown if report.trials else nothing,
+            table_section if report.trials else nothing,
             *skipped,
             *([d.Section("What each does", cards)] if cards else []),
             *_build_combination(report),

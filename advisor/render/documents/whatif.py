@@ -157,9 +157,9 @@ def _describe_selection(row: EditResult, result: WhatIfResult) -> str:
     noun = {"gpu": "GPU operation", "gap": "idle gap"}.get(select.on, "host event")
     noun = _NOUNS.get(select.kind, noun)
     count = row.selected_per_step
-    shown = t.count_noun(round(count), noun) if count >= 1 else f"fewer than one {noun}"
+    amount = t.count_noun(round(count), noun) if count >= 1 else f"fewer than one {noun}"
     per = " per step" if result.marked else ""
-    return f"{shown}{per}, {t.format_duration(row.selected_ns)}"
+    return f"{amount}{per}, {t.format_duration(row.selected_ns)}"
 
 
 def _explain_no_gain(result: WhatIfResult, lines: Sequence[str], path: str) -> list[str]:
@@ -313,5 +313,5 @@ def build_mesh(result: MeshResult) -> d.Document:
 def _build_times(
     name: str, here: float, there: float, step_range: tuple[float, float] | None = None
 ) -> list[str]:
-    shown = "" if step_range is None else t.format_range(*step_range)
-    return [name, t.format_duration(here), t.format_duration(there), shown]
+    range_text = "" if step_range is None else t.format_range(*step_range)
+    return [name, t.format_duration(here), t.format_duration(there), range_text]

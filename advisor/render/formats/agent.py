@@ -59,10 +59,10 @@ def _lines(report: Report) -> list[str]:
     parts += [f"idle by {cause.cause} {cause.share:.3f}" for cause in report.idle]
     if parts:
         lines.append(f"{profiled}time_shares: {', '.join(parts)}")
-    shown = ranked[:_MAX_FINDINGS]
+    first_findings = ranked[:_MAX_FINDINGS]
     if scope.has_no_step_time:  # without a step nothing is ranked
-        shown, rest = rest[:_MAX_FINDINGS], rest[_MAX_FINDINGS:]
-    for key, finding in shown:
+        first_findings, rest = rest[:_MAX_FINDINGS], rest[_MAX_FINDINGS:]
+    for key, finding in first_findings:
         lines += _write_finding(key, finding)
     savings = (
         report.memory[0].savings[:_MAX_LINES] if scope.has_no_step_time and report.memory else []
@@ -78,8 +78,8 @@ def _lines(report: Report) -> list[str]:
     skipped = [labels.clean(check.record) for check in report.not_checked if check.record]
     if skipped:
         lines.append(f"to_measure_more: {'; '.join(dict.fromkeys(skipped[:3]))}")
-    if ranked or (scope.has_no_step_time and (shown or savings)):
-        what = "fix" if shown else "saving, if memory is short"
+    if ranked or (scope.has_no_step_time and (first_findings or savings)):
+        what = "fix" if first_findings else "saving, if memory is short"
         action = f"apply one {what}, record again, then: advisor compare {labels.clean(path)} AFTER"
     elif report.profile_kernels:
         command = report.profile_kernels[0].replace("\\\n", " ")

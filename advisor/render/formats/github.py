@@ -130,7 +130,7 @@ def make_relative_path(file: str) -> tuple[str, bool]:
     file = labels.clean(file)
     with suppress(ValueError, OSError):
         file = str(PurePath(file).relative_to(Path.cwd()))
-    shown = file.replace("\\", "/")
-    absolute = shown.startswith("/") or _DRIVE.match(file) is not None
-    inside = not absolute and ".." not in shown.split("/")
-    return shown, inside
+    path = file.replace("\\", "/")
+    absolute = path.startswith("/") or _DRIVE.match(file) is not None
+    inside = not absolute and ".." not in path.split("/")
+    return path, inside

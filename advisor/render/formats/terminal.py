@@ -81,12 +81,12 @@ class Terminal(DocumentRenderer):
 def _draw_brief(document: d.Document, cards: Sequence[d.Card], options: RenderOptions) -> str:
     page = Page(options.width, colour=options.colour)
     page.wrap(labels.clean(document.headline), style=document.style)
-    shown = cards[: MAX_FULL if options.top is None else options.top]
-    for card in shown:
+    full_cards = cards[: MAX_FULL if options.top is None else options.top]
+    for card in full_cards:
         _draw_row(page, card)
         page.wrap(_fix_clause(card), indent=4, style="bold")
-    if len(cards) > len(shown):
-        more = t.count_noun(len(cards) - len(shown), "more fix", "more fixes")
+    if len(cards) > len(full_cards):
+        more = t.count_noun(len(cards) - len(full_cards), "more fix", "more fixes")
         page.wrap(f"{more}: run without --brief.", indent=4, style="dim")
     return page.getvalue()
 
@@ -218,8 +218,8 @@ class _Screen:
                     elif self.clauses > block.brief:
                         self.page.flow("fix", [_fix_clause(block)], style="bold")
                     (self.small_titles if block.brief else self.row_titles).append(block.title)
-                    shown = self.layout.rows.get(block.title, set())
-                    self.shows_main &= not block.main or {"why", "code"} <= shown
+                    row_names = self.layout.rows.get(block.title, set())
+                    self.shows_main &= not block.main or {"why", "code"} <= row_names
                 case d.Card():
                     self.full -= block.fix
                     is_below_title = previous is None and self.level >= TIGHT_LEVEL
@@ -379,11 +379,11 @@ class _Screen:
         if block.title:
             self.page.blank_line()
             self.page.wrap(labels.clean(block.title), indent=2, style="bold")
-        shown = block.items if self.details else block.items[:_MAX_ITEMS]
-        for item in shown:
+        first_items = block.items if self.details else block.items[:_MAX_ITEMS]
+        for item in first_items:
             self.page.wrap(*styled_parts(item), first=f" {block.mark}  ", indent=4)
-        if len(shown) < len(block.items):
-            self.page.wrap(f"and {len(block.items) - len(shown)} more", indent=4, style="dim")
+        if len(first_items) < len(block.items):
+            self.page.wrap(f"and {len(block.items) - len(first_items)} more", indent=4, style="dim")
 
     def table(self, table: d.Grid) -> None:
         """Draw columns. If space is short, draw the most important rows."""

@@ -151,7 +151,9 @@ class RankComparison:
         result = [Evidence("exposed, all ranks", float(exposed[valid].sum()) / total_ns, "share")]
         if valid.sum() <= FEW_RANKS:
             shares = zip(self.numbers, valid, exposed / np.maximum(step, 1.0), strict=True)
-            texts = [f"{rank} {format_share(share)}" for rank, shown, share in shares if shown]
+            texts = [
+                f"{rank} {format_share(share)}" for rank, is_shown, share in shares if is_shown
+            ]
             result.append(Evidence("exposed by rank", ", ".join(texts)))
         steps = np.array([max(1, len(summary.steps)) for summary in self.job.summaries])
         of_rank, ns = valid[joined.rank], joined.exposed / steps[joined.rank]

@@ -119,7 +119,8 @@ def add_plane(
     is_copy, is_fill = events.has_stat("memcpy_details"), events.has_stat("memset_details")
     is_allocation, is_blocked = events.has_stat("allocation_bytes"), matches(_BLOCKING_CALL)
     kinds = [
-        _event_kind(name, code in plane.shown) for name, code in zip(names, codes, strict=True)
+        _event_kind(name, code in plane.display_names)
+        for name, code in zip(names, codes, strict=True)
     ]
     kind = np.array([CPU_KINDS.index(kind_name) for kind_name in kinds], dtype=np.int8)[code_index]
     kind[((is_launch | is_copy | is_fill) & (correlation >= 0)) | is_blocked] = _RUNTIME

@@ -90,7 +90,7 @@ class Plane:
     name: str
     names: dict[int, str]
     """Names of events by number."""
-    shown: dict[int, str]
+    display_names: dict[int, str]
     """Display names of events by number, for events that have one."""
     stat_names: dict[int, str]
     stats: dict[str, int | float | str]
@@ -142,9 +142,9 @@ class XSpace:
                 name = buffer.text(other.start, other.end)[:NAME_LIMIT]
             elif other.number in maps:
                 maps[other.number].append((other.start, other.end))
-        names, shown = self._read_names(maps[_EVENTS_META])
+        names, display_names = self._read_names(maps[_EVENTS_META])
         stat_names, _ = self._read_names(maps[_STATS_META])
-        plane = Plane(name, names, shown, stat_names, {}, spans)
+        plane = Plane(name, names, display_names, stat_names, {}, spans)
         for owner, stat in self._iterate_stats(maps[_PLANE_STATS], plane):
             plane.stats[owner] = stat
         return plane

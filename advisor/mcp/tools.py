@@ -329,20 +329,20 @@ class Tools:
             notes=[answers.bound_text(note) for note in [*notes, *pacing.notes]],
         )
 
-    def _all_ranks(self, given: str, rank: int | None) -> Run:
+    def _all_ranks(self, requested: str, rank: int | None) -> Run:
         """Return the run with all ranks of its report. An analysis holds only the first of many."""
         from advisor.advise.unrelated_inputs import open_windows
         from advisor.read import ReadOptions
 
-        analysis = self._examine_path(given, rank)
+        analysis = self._examine_path(requested, rank)
         ranks = analysis.report.ranks
         if ranks is None or len(analysis.run.ranks) >= len(ranks.lines):
             return analysis.run
         options = ReadOptions(max_bytes=_MAX_BYTES, urls=False)
-        return open_windows(self.allowed.path(given), options)
+        return open_windows(self.allowed.path(requested), options)
 
-    def _examine_path(self, given: str, rank: int | None) -> AnalysisResult:
-        path = self.allowed.path(given)
+    def _examine_path(self, requested: str, rank: int | None) -> AnalysisResult:
+        path = self.allowed.path(requested)
         with self._lock:
             return self._analyses(path, rank, _last_write_ns(path))
 

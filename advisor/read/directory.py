@@ -596,15 +596,15 @@ def _group_by_rank(traces: list[Trace]) -> dict[int, list[Trace]]:
     return dict(sorted(by_rank.items()))
 
 
-def _describe_jobs(by_rank: dict[int, list[Trace]], given: str | Path) -> list[str]:
+def _describe_jobs(by_rank: dict[int, list[Trace]], folder: str | Path) -> list[str]:
     """Return a line if all ranks have windows in the same several folders. These are separate jobs,
     and the first one is analysed."""
-    if len(by_rank) < 2 or _is_remote(given) or not Path(given).is_dir():
+    if len(by_rank) < 2 or _is_remote(folder) or not Path(folder).is_dir():
         return []
 
     def job(trace: Trace) -> str:
         """Return the first folder below the given one that is not the folder of a rank."""
-        *folders, _ = Path(os.path.relpath(trace.meta.path, given)).parts
+        *folders, _ = Path(os.path.relpath(trace.meta.path, folder)).parts
         return next((part for part in folders if rank_in(part) is None), "")
 
     first_rank, *other_ranks = ([job(trace) for trace in windows] for windows in by_rank.values())
@@ -612,11 +612,12 @@ def _describe_jobs(by_rank: dict[int, list[Trace]], given: str | Path) -> list[s
     if len(jobs) < 2 or any(jobs_of_rank != first_rank for jobs_of_rank in other_ranks):
         return []
     others = ", ".join(
-        f"--window {first_rank.index(name)} is of {name or given}" for name in jobs[1:]
+        f"--window {first_rank.index(name)} is of {name or folder}" for name in jobs[1:]
     )
-    first_job = jobs[0] or given
+    first_job = jobs[0] or folder
     return [
-        f"{given}: {len(jobs)} jobs, of which {first_job} is analysed; {others}; or give one folder"
+        f"{folder}: {len(jobs)} jobs, of which {first_job} is analysed; {others}; "
+        "or give one folder"
     ]
 
 

@@ -186,11 +186,13 @@ def _without_idle(
 def _applies(rule: Rule, a: Analysis) -> bool:
     if any(kind in a.auxiliary_inputs for kind in rule.auxiliary_inputs):
         return True
+    if rule.needs_shapes and a.trace.inputs.is_empty():
+        return False
     return a.rank_record is not None if rule.reads_record else not a.record_only
 
 
 def _list_checks_not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
-    """Return one skipped check for all rules that lack an input."""
+    """Return one skipped check for all rules that lack the same input."""
     if a.only_input is not None:
         return [a.only_input.skipped]
     if a.record_only:
@@ -202,17 +204,33 @@ def _list_checks_not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
                 record="a window that is reached: fewer steps skipped, or 'advisor window RUN'",
             )
         ]
-    missing = [rule.id for rule in rules if rule.reads_record]
-    if a.rank_record is not None or not missing or not a.trace.meta.is_pytorch:
+    if not a.trace.meta.is_pytorch:
         return []
+    result = []
+    without_shapes = [rule.id for rule in rules if rule.needs_shapes]
+    if without_shapes and a.trace.inputs.is_empty() and not a.trace.cpu.is_empty():
+        result.append(
+            SkippedCheck(
+                what="work that shapes of tensors show to be needless: values computed again, "
+                "copied or thrown away",
+                why="the trace has no input shapes",
+                record="record_shapes=True",
+                missing="no shapes",
+                rule=", ".join(without_shapes),
+            )
+        )
+    missing = [rule.id for rule in rules if rule.reads_record]
+    if a.rank_record is not None or not missing:
+        return result
     return [
+        *result,
         SkippedCheck(
             what="the run around the window: loader settings, threads, pauses, memory over time, "
             "clocks and health of the GPU",
             why="a profiler's trace does not contain them",
             record="advisor record",
             rule=", ".join(missing),
-        )
+        ),
     ]
 
 

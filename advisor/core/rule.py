@@ -221,6 +221,9 @@ class Rule:
     reads_record: ClassVar[bool] = False
     """Whether the rule reads the recorder's data (``Analysis.run_steps``). It is then run without a
     trace, but not on a trace alone. One line lists the rules that were not run."""
+    needs_shapes: ClassVar[bool] = False
+    """Whether the rule compares the shapes of operators' inputs. It is then not run where none are
+    recorded. One line lists the rules that were not run."""
     auxiliary_inputs: ClassVar[tuple[AuxiliaryInput, ...]] = ()
     """Auxiliary inputs that the rule reads. It is run if there is one of them, with or without a
     trace or a record."""

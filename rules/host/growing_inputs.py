@@ -42,6 +42,7 @@ class GrowingInputs(Rule):
 
     id = "growing-inputs"
     title = "Each step computes on everything that earlier steps collected"
+    needs_shapes = True
     training_only = True
     found_in = ("recorded/growing_metric.slow",)
     silent_in = CURED_RECORDINGS
@@ -79,7 +80,7 @@ class GrowingInputs(Rule):
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty() or a.steps.used.height < self.min_steps:
+        if not a.span_ns or a.steps.used.height < self.min_steps:
             return
         growing = find_growing_calls(a, self.max_growth_ratio)
         if not growing:

@@ -110,10 +110,11 @@ class RepeatedTrunk(Rule):
         "a benchmark on one input, or batch norm in training: each pass updates its averages"
     )
     assumptions = ("the operators before the first random one depend only on input and weights",)
+    needs_shapes = True
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         run_steps = run_steps_of(a)
         events = run_steps.rank_record.events_of("repeated_inputs")

@@ -80,6 +80,7 @@ class SliceGradients(Rule):
     }
     verify = "Profile again: no aten::select_backward per slice; one aten::stack."
     falsified_by = "slices that overlap, which unbind and split cannot give"
+    needs_shapes = True
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:

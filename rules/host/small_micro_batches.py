@@ -71,6 +71,7 @@ class SmallMicroBatches(Rule):
 
     id = "small-micro-batches"
     title = "Gradients are accumulated over small micro-batches"
+    needs_shapes = True
     training_only = True
     sampled_part = "backward"
     found_in = (
@@ -128,7 +129,7 @@ class SmallMicroBatches(Rule):
     confidence = 0.75
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty() or a.is_device_bound:
+        if not a.span_ns or a.is_device_bound:
             return
         micro_batches = _find_micro_batches(a)
         if micro_batches is None:

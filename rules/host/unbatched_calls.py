@@ -88,10 +88,11 @@ class UnbatchedCalls(Rule):
     verify = "Record again: the operators of the model run once per step."
     falsified_by = "calls that need the result of the previous call"
     assumptions = ("the calls do not need each other's results",)
+    needs_shapes = True
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
+        if not a.span_ns or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
         products = table.filter(pl.col("name").str.contains(_SAMPLE_PRODUCTS.pattern))
@@ -204,10 +205,11 @@ class LoopedOperators(Rule):
     verify = "Record again: the step has a few operators in place of thousands."
     falsified_by = "elements that need the result of the previous element"
     assumptions = ("the elements do not need each other's results",)
+    needs_shapes = True
     confidence = 0.7
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty() or a.steps.source == "whole trace":
+        if not a.span_ns or a.steps.source == "whole trace":
             return
         table = outermost_in_steps(a)
         table = table.filter(~pl.Series(_is_excluded(a, table["row"].to_numpy())))

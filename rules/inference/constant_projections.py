@@ -133,11 +133,12 @@ class ConstantProjections(Rule):
         "the input stays the same while a sequence is decoded",
         "inputs are as long as in the window: longer ones gain more",
     )
+    needs_shapes = True
     confidence = 0.85
     sampled_part = "forward"
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or not a.forward_only or a.trace.inputs.is_empty():
+        if not a.span_ns or not a.forward_only:
             return
         passes = _split_passes(a)
         if not passes:

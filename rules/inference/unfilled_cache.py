@@ -75,10 +75,11 @@ class UnfilledCache(Rule):
     verify = "Record again: attention's keys are as long as the request."
     falsified_by = "slots behind the written ones that hold tokens of another request"
     assumptions = ("the slots behind the last written one hold no tokens that are used",)
+    needs_shapes = True
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         caches = self._find_partly_filled(a)
         if not caches:

@@ -88,10 +88,11 @@ class WholeRecordItems(Rule):
     verify = "Record again: loading is shorter. The items are the same."
     falsified_by = "records that change from item to item"
     assumptions = ("the features of all records fit into memory",)
+    needs_shapes = True
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         waits = find_waits(a, SINGLE_PROCESS)
         if waits is None:

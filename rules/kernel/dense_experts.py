@@ -109,10 +109,11 @@ class DenseExperts(Rule):
         "the results of experts that are not chosen are not used",
         "tokens choose the experts about equally often",
     )
+    needs_shapes = True
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         for mixture in self._find_mixtures(a):
             experts, chosen, tokens = mixture.choice

@@ -134,10 +134,11 @@ class DroppedPositions(Rule):
     verify = "Record again: the product has fewer rows. Compare the results."
     falsified_by = "other code that reads the whole result, in steps that are not recorded"
     assumptions = ("only this part of the result is used",)
+    needs_shapes = True
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         columns = find_dropped_columns(a, self.max_kept_share)
         for dropped in [*self._find_dropped(a), *columns]:

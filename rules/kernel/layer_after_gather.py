@@ -74,10 +74,11 @@ class LayerAfterGather(Rule):
     inference: ClassVar[dict[str, Any]] = {
         "falsified_by": "a layer whose result depends on the other rows"
     }
+    needs_shapes = True
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         gathers = _find_repeated(a, self.min_repeats)
         if not gathers:

@@ -86,10 +86,11 @@ class LongFilter(Rule):
     verify = "Record again: the convolution is gone, and the result is the same to rounding."
     falsified_by = "filters that are short in fact: most of their taps are zero"
     assumptions = ("rounding errors of FP32 transforms do not matter",)
+    needs_shapes = True
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         table = outermost_in_steps(a).filter(pl.col("name") == CONVOLUTION).drop_nulls("inputs")
         filters: dict[int, FilterCall] = {}

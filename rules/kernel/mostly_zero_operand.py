@@ -120,10 +120,11 @@ class MostlyZeroOperand(Rule):
     verify = "Record again: the products are gone. Compare the results."
     falsified_by = "entries that are set in another way than by index"
     assumptions = ("the matrix has no other entries",)
+    needs_shapes = True
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         matrices = self._find_matrices(a)
         if not matrices:

@@ -134,6 +134,7 @@ class PairwiseBroadcast(Rule):
     falsified_by = "other code that needs the tensor of all pairs"
     assumptions = ("nothing else reads the tensor of all pairs",)
     sampled_part = "forward"
+    needs_shapes = True
     confidence = 0.85
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "squared distances": {},
@@ -163,7 +164,7 @@ class PairwiseBroadcast(Rule):
 
     def check(self, a: Analysis) -> Outcomes:
         """Report the operators on each tensor of all pairs."""
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         by_case: dict[str, list[tuple[list[Pairs], Rows, int]]] = {}
         for pairs, rows in self._find_pairs(a):

@@ -86,10 +86,11 @@ class PointwiseBeforePart(Rule):
     verify = "Record again: this arithmetic has smaller shapes. Compare the results."
     falsified_by = "other code that reads the whole result, in steps that are not recorded"
     assumptions = ("only this part of the result is used",)
+    needs_shapes = True
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         wasted = _find_wasted(a)
         if not wasted:

@@ -100,10 +100,11 @@ class ProductOrder(Rule):
     falsified_by = "code that needs the first product's result for itself"
     assumptions = ("only the second product reads the first one's result",)
     sampled_part = "forward"
+    needs_shapes = True
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty() or is_compiled(a):
+        if not a.span_ns or is_compiled(a):
             return
         by_case: dict[str, list[tuple[ProductChain, Rows, Rows, list[float]]]] = {}
         for chain, pairs in _find_chains(a):

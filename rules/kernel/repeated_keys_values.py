@@ -162,11 +162,12 @@ class RepeatedKeysValues(Rule):
     verify = "Profile again: attention reads keys with as many heads as the cache has."
     falsified_by = "code after the copy that changes it for each query head"
     assumptions = ("only attention reads the copies",)
+    needs_shapes = True
     confidence = 0.9
     sampled_part = "forward"
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         readers = list(_find_readers(a))
         repeats = [repeat for reader in readers for repeat in reader.repeats]

@@ -59,10 +59,11 @@ class ScatteredMatrices(Rule):
     verify = "Record again: aten::bmm copies less, and the results are the same up to rounding."
     falsified_by = "other operators that need the present layout, and would copy instead"
     assumptions = ("the operand can be stored in the other order",)
+    needs_shapes = True
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if a.device_id is not None or not a.span_ns or a.trace.inputs.is_empty():
+        if a.device_id is not None or not a.span_ns:
             return
         pattern = "^(?:" + "|".join(OPERAND_POSITIONS) + ")$"
         matrices = [

@@ -81,10 +81,11 @@ class SeparableFilter(Rule):
     verify = "Record again: filters have one dimension. Compare the results."
     falsified_by = "a filter that is not a product of 1-D filters, such as a disk or a measured one"
     assumptions = ("the filter is separable, as Gaussian, box and mean filters are",)
+    needs_shapes = True
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         for filter_ in self._find_filters(a):
             rows = np.array([*filter_.forward, *filter_.backward])

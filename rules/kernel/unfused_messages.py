@@ -81,10 +81,11 @@ class UnfusedMessages(Rule):
     verify = "Profile again: a csrmm or spmm kernel in place of gather, mul and scatter_add."
     falsified_by = "messages that are more than a product of features and a weight"
     assumptions = ("a message is a feature times a weight, and targets take the sum",)
+    needs_shapes = True
     confidence = 0.85
 
     def check(self, a: Analysis) -> Outcomes:
-        if a.device_id is None or not a.span_ns or a.trace.inputs.is_empty():
+        if a.device_id is None or not a.span_ns:
             return
         chains = [chain for chain in _find_chains(a) if chain.edges >= self.min_edges * chain.nodes]
         rows = np.array([row for chain in chains for row in chain.rows], dtype=np.int64)

@@ -95,10 +95,11 @@ class GrowingConcatenation(Rule):
     verify = "Profile again late in the sequence: aten::cat takes no share of the step."
     falsified_by = "the same time per pass at ten times the length"
     assumptions = ("the largest length is known when the loop begins",)
+    needs_shapes = True
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         appends = [kind for kind in _find_appends(a) if kind.evidence >= self.min_lengths]
         if not appends:
@@ -193,11 +194,12 @@ class JoinedList(Rule):
     verify = "Profile again: aten::stack and aten::cat take no share of the step."
     falsified_by = "the same step time with a tenth of the entries"
     assumptions = ("most entries stay from step to step",)
+    needs_shapes = True
     confidence = 0.8
     alternatives = "forward code"
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         outermost = outermost_in_steps(a)
         joins = outermost.filter(pl.col("name").is_in(_JOINS), pl.col("inputs").is_not_null())

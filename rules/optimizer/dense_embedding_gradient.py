@@ -59,6 +59,7 @@ class DenseEmbeddingGradient(Rule):
 
     id = "dense-embedding-gradient"
     title = "The whole embedding table is updated for a few rows"
+    needs_shapes = True
     training_only = True
     found_in = (
         "recorded/dense_embedding.slow",
@@ -113,7 +114,7 @@ class DenseEmbeddingGradient(Rule):
     confidence = 0.8
 
     def check(self, a: Analysis) -> Outcomes:
-        if not a.span_ns or a.trace.inputs.is_empty():
+        if not a.span_ns:
             return
         if not name_matches(a.trace.cpu["name"], BACKWARD).any():
             return

@@ -35,6 +35,7 @@ class ManyParameterGroups(Rule):
 
     id = "many-parameter-groups"
     title = "The optimizer updates many small parameter groups one by one"
+    needs_shapes = True
     training_only = True
     knobs = ("fused-optimizer",)
     sampled_part = "optimizer"
@@ -95,7 +96,7 @@ class ManyParameterGroups(Rule):
     confidence = 0.9
 
     def check(self, a: Analysis) -> Outcomes:
-        if a.device_id is None or not a.span_ns or a.trace.inputs.is_empty():
+        if a.device_id is None or not a.span_ns:
             return
         steps = optimizer_steps(a)
         if not len(steps):
@@ -191,7 +192,7 @@ class ManyParameterGroups(Rule):
             "two groups": (_build_training(2, 60, settings=2), "not split"),
             "large groups": (_build_training(40, 40, settings=2), "not split"),
             "hardly any time": (_build_training(40, settings=2, rest=400_000), "min_share"),
-            "no optimizer": (_build_training(0, settings=1), "a.trace.inputs.is_empty()"),
+            "no optimizer": (_build_training(0, settings=1), "not split"),
         }
 
 

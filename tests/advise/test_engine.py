@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
@@ -293,6 +295,23 @@ def test_run_without_device_reports_its_slowest_operators() -> None:
     assert "ops      aten::mm 80% of operators' time · aten::linear 20%" in REPORTS.render(
         "terminal", report
     )
+
+
+def test_rules_without_shapes_are_listed_as_one_skipped_check(
+    shared_trace: Callable[[str], str],
+) -> None:
+    ids = {rule.id for rule in load_rules() if rule.needs_shapes}
+    for name, has_shapes in (("linear_2080ti_launch_bound", False), ("a100_train_6steps", True)):
+        report = analyze(shared_trace(name))
+        named = [{*check.rule.split(", ")} for check in report.not_checked if check.rule]
+        assert len(ids) > 20 and (ids in named) != has_shapes
+
+
+def test_rules_that_compare_shapes_say_so_where_none_are_recorded() -> None:
+    for rule in load_rules():
+        source = inspect.getsource(sys.modules[type(rule).__module__])
+        if re.search(r"\b(inputs_at|calls_by_inputs)\(", source):
+            assert rule.needs_shapes or 'missing="no shapes"' in source, rule.id
 
 
 def test_small_traces_get_no_advice_except_examples() -> None:

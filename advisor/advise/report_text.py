@@ -97,7 +97,7 @@ def _describe_trace(report: Report) -> list[str]:
     if len(report.inputs) > 1:
         which = "no rank known" if own_inputs.rank is None else f"rank {own_inputs.rank}"
         parts += [f"{which} of {len(report.inputs)}", *_name_other_ranks(report)]
-    elif own_inputs.rank is not None:
+    elif own_inputs.rank is not None and name != f"rank{own_inputs.rank}":
         parts.append(f"rank {own_inputs.rank}")
     return parts
 

@@ -33,7 +33,7 @@ _MIN_PARTS: Final = {
     "trace": 4, "steps": 3, "host": 2, "path": 1, "window": 4, "GPU": 3, "ops": 2, "idle": 2,
 }  # fmt: skip
 """Minimum number of parts of a line then, or one less on the fullest page."""
-_LISTS: Final = ("host", "path", "ops", "idle")
+_LISTS: Final = ("host", "path", "ops")
 """Lines whose parts are shares of one whole."""
 
 
@@ -288,7 +288,7 @@ def _list_notes(report: Report, finding: Finding) -> Iterator[d.TextField]:
     minor = finding_text.minor_conditions(finding, report)
     optional = () if may_gain_little else gain_reasons.range_reasons(finding, report)
     for number, note in enumerate(finding_text.gain_conditions(finding, report)):
-        last_level = 0 if may_gain_little else 5
+        last_level = 0 if may_gain_little else 6
         spare = 3 if note in minor else 4 if number or note in optional else last_level
         label = "" if number else "note"
         yield d.TextField(label, [note], "warn", spare=spare, is_note=True)

@@ -25,8 +25,8 @@ from advisor.render.renderer import DEFAULT, DocumentRenderer, RenderOptions
 
 MAX_SCREEN_LINES: Final = 45
 """Maximum number of lines of a report without details. Fewer fixes are then shown in full."""
-MAX_SPARE_LEVEL: Final = 5
-"""Highest level at which blocks are left out to fit a screen."""
+MAX_SPARE_LEVEL: Final = 6
+"""Highest level at which blocks are left out to fit a screen, the first note among them."""
 TIGHT_LEVEL: Final = 4
 """Level from which figures are drawn short, and only the first clause of a sentence and the first
 alternative of a snippet are shown."""
@@ -34,7 +34,7 @@ MAX_FULL: Final = 3
 """Maximum number of fixes shown in full without details, and of fixes in a brief report."""
 MAX_CLAUSES: Final = 2
 """Highest level of detail at which fixes of one line show their action: all of them."""
-FURTHER_ROWS: Final = ({"why", "fix"}, {"note"}, {"code"}, {"where"})
+FURTHER_ROWS: Final = ({"why", "fix"}, {"code"}, {"note"}, {"where"})
 """Labels of lines of other fixes that are drawn if lines are left, the most important first."""
 MAX_CODE: Final = 12
 """Maximum number of lines of a fix's code without details."""
@@ -63,10 +63,11 @@ class Terminal(DocumentRenderer):
         fitting: list[_Screen] = []
         flags = (True, False)
         steps = [(level, n, True) for n in (MAX_CLAUSES, 1) for level in range(TIGHT_LEVEL)]
-        tight_levels = range(TIGHT_LEVEL, MAX_SPARE_LEVEL + 1)
+        tight_levels = range(TIGHT_LEVEL, MAX_SPARE_LEVEL)
         steps += [
             (level, *switches) for switches in product(flags, flags) for level in tight_levels
         ]
+        steps += [(MAX_SPARE_LEVEL, False, False)]
         for (level, clauses, notes), full in product(steps, range(max_full, 0, -1)):
             if fitting and not (clauses and notes):
                 break

@@ -144,7 +144,7 @@ def _advised_savings(view: MemoryView, report: Report) -> list[d.Block]:
     enough = [each for each in view.savings if each.bytes >= needed]
     advised = [("first", (leaks or enough or view.savings)[0])]
     if view.request is None and not leaks and (large := large_savings(view)):
-        advised += [("most", large[1])] if large[1] is not advised[0][1] else []
+        advised += [("larger", large[1])] if large[1] is not advised[0][1] else []
     blocks: list[d.Block] = []
     for label, saving in advised:
         text, code = advise_change(saving.change, view.trains)

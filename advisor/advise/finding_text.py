@@ -238,8 +238,6 @@ def minor_conditions(finding: Finding, report: Report) -> list[str]:
         and shown is not None
         and (impact.high_ns or 0) > MAX_EVIDENCE_RATIO * float(shown.value or 0)
     )
-    if {edit.op for edit in finding.edits} == {"remove_skew"}:
-        stacks = [*beyond_evidence(finding, report), *stacks]
     needs_reason = exceeds or may_gain_little(finding)
     return stacks if needs_reason else [*range_reasons(finding, report), *stacks]
 

@@ -94,10 +94,9 @@ class StragglerRank(Rule):
     )
     cases = {
         "host": {
-            "code": "# is it the host? the same Python work on every rank, at the same time\n"
-            "start = time.perf_counter()\n"
+            "code": "start = time.perf_counter()   # on all ranks at the same time\n"
             "for _ in range(10**7): pass\n"
-            "cores = len(os.sched_getaffinity(0))   # that the process may use\n"
+            "cores = len(os.sched_getaffinity(0))   # of the process\n"
             "print(rank, cores, time.perf_counter() - start, 's')"
         },
         "compute": {

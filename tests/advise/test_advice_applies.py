@@ -107,5 +107,5 @@ def test_links_match_the_rebuilt_weights(name: str) -> None:
 
 def test_reads_that_break_a_graph_are_counted() -> None:
     (finding,) = [f for f in report_of("h100/compiled_breaks").findings if f.rule == "graph-breaks"]
-    assert "8 calls of .item() per step" in finding.summary  # the program reads 8 values per step
+    assert "8 calls of .item() per step" in finding.fix  # the program reads 8 values per step
     assert "export TORCH_LOGS=graph_breaks" in finding.code.splitlines()

@@ -1,5 +1,15 @@
 """Order of the findings: by marginal gain, with symptoms and alternatives folded under what
-explains them. Risks, which do not affect the step time, and notes are kept apart."""
+explains them. Risks, which do not affect the step time, and notes are kept apart.
+
+1. Findings with a gain per step are candidates. Those that may gain nothing, or whose gain is
+   unknown, become notes; what costs memory or time over the run becomes a risk.
+2. Of the waiting candidates, the one with the largest gain × confidence is next. One that is about
+   as certain and gains clearly more, or about as much at a higher low end, goes before it.
+3. A finding that names code goes before a general one on the same idle time, if it saves a third of
+   that. So does a part of a function, or of the loading, before the whole.
+4. Its gain after the fixes chosen before decides: an alternative to one of them, or a finding that
+   keeps a quarter or less, is folded under it; what gains too little is left out, or is a note.
+5. Gains that no replay can order are inserted by their share of the run."""
 
 from __future__ import annotations
 
@@ -71,8 +81,8 @@ class PrioritizedFindings:
 
 
 def _gain_per_launch(note: Finding) -> float:
-    """Return the negative saving per launch of a profiled kernel, ns, as a sort key. 0 if none."""
-    return -sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
+    """Return the saving per launch of a profiled kernel, ns. 0 if there is none."""
+    return sum(float(e.value or 0) for e in note.evidence if e.label == ONE_LAUNCH)
 
 
 def prioritize(
@@ -106,7 +116,7 @@ def prioritize(
         else:
             unknown.append(finding)
     scales = scales_to_run(candidates, a, estimator)
-    ordered, left_out = _order_by_gain(candidates, scales, estimator, floor, a)
+    ordered, left_out = _Ordering(candidates, scales, estimator, floor, a).run()
     unknown += [finding for finding in left_out if finding.costs_more_than_recorded]
     left_out = [finding for finding in left_out if not finding.costs_more_than_recorded]
     ordered = _insert_unknown(ordered, unknown)
@@ -119,7 +129,7 @@ def prioritize(
     notes += [note for note in unsure if not _is_covered(note, ranked, estimator)]
     unexplained = [finding for finding in left_out if not _is_part(finding, ranked, a)]
     notes += without_gain(unexplained, estimator, a, floor, ranked)
-    notes.sort(key=_gain_per_launch)
+    notes.sort(key=_gain_per_launch, reverse=True)
     if ranked:
         general = {rule.id for rule in rules if rule.only_without_findings}
         notes = [note for note in notes if note.rule not in general]
@@ -198,56 +208,180 @@ def _insert_unknown(ordered: list[Finding], others: list[Finding]) -> list[Findi
     return ranked + [f for f in ordered if f.priority is None]
 
 
-def _order_by_gain(
-    findings: list[Finding],
-    scales: list[float],
-    estimator: GainEstimator,
-    floor: float,
-    a: Analysis,
-) -> tuple[list[Finding], list[Finding]]:
-    """Return the findings by marginal gain, weighed by confidence, the largest first, and the
-    findings left out. ``scales``: ratios of the findings' gains in the run's step to their gains in
-    the window's.
+@dataclass(eq=False)
+class _Candidate:
+    """A finding that waits for its place."""
+
+    finding: Finding
+    scale: float
+    """Ratio of its gain in the run's step to that in the window's."""
+    latest: float
+    """Marginal gain when it was last computed, ns of the window's step."""
+
+    @property
+    def weighted_gain(self) -> float:
+        """Latest gain in the run's step, less if the finding is vague."""
+        return self.latest * self.scale * (VAGUE_WEIGHT if is_vague(self.finding) else 1.0)
+
+    @property
+    def low_end(self) -> float:
+        """Low end of its range, in proportion to the latest gain."""
+        impact = self.finding.impact
+        if impact is None or not impact.gain_ns:
+            return 0.0
+        return self.weighted_gain * (impact.low_ns or 0) / impact.gain_ns
+
+
+_Choice = tuple[_Candidate, float]
+"""A candidate and its marginal gain, ns of the window's step."""
+
+
+class _Ordering:
+    """Findings by marginal gain, weighed by confidence, the largest first.
 
     Each choice assumes that the fixes chosen before are made. A finding that then keeps almost no
     gain is folded under the one that took most of it. So is an alternative of a chosen finding. A
     finding that gains nothing alone, but ``WARNING_SHARE`` of the step after others, gets
-    ``after_fix``. One that never pays is left out. Folded findings come last, without priority."""
-    waiting = list(range(len(findings)))
-    latest = [_get_gain(finding) for finding in findings]
-    chosen: list[Finding] = []
-    folded: list[Finding] = []
-    shown: set[int] = set()
-    while waiting:
-        index, gain = _choose_next(findings, scales, waiting, latest, chosen, estimator)
-        if removes_whole_idle_kind(findings[index]):
-            general = index, gain
-            index, gain = _choose_named_cause(
-                findings, scales, waiting, general, chosen, estimator, a
-            )
-        elif _is_of_all_code(findings[index]) or _moves_all_loading(findings[index]):
-            index, gain = _choose_cause_inside(
-                findings, scales, waiting, (index, gain), chosen, estimator
-            )
-        waiting.remove(index)
-        best, own_gain = findings[index], _get_gain(findings[index])
+    ``after_fix``. One that never pays is left out."""
+
+    def __init__(
+        self,
+        findings: Sequence[Finding],
+        scales: Sequence[float],
+        estimator: GainEstimator,
+        floor: float,
+        a: Analysis,
+    ) -> None:
+        """Make candidates of the findings. ``scales``: ratios of their gains in the run's step to
+        their gains in the window's. ``floor``: smallest gain to rank, ns."""
+        self._candidates = [
+            _Candidate(finding, scale, _get_gain(finding))
+            for finding, scale in zip(findings, scales, strict=True)
+        ]
+        self._waiting = list(self._candidates)
+        self._estimator, self._floor, self._a = estimator, floor, a
+        self._chosen: list[Finding] = []
+        self._folded: list[Finding] = []
+
+    def run(self) -> tuple[list[Finding], list[Finding]]:
+        """Return the ranked findings, then the folded ones without priority; and those left out."""
+        shown: set[_Candidate] = set()
+        while self._waiting:
+            choice = self._choose_next()
+            general = choice[0].finding
+            if removes_whole_idle_kind(general):
+                choice = self._choose_named_cause(choice)
+            elif _is_of_all_code(general) or _moves_all_loading(general):
+                choice = self._choose_cause_inside(choice)
+            self._waiting.remove(choice[0])
+            if self._place(*choice):
+                shown.add(choice[0])
+        left_out = [each.finding for each in self._candidates if each not in shown]
+        return self._chosen + self._folded, left_out
+
+    def _gain(self, finding: Finding) -> float:
+        return marginal_gain(finding, self._chosen, self._estimator)
+
+    def _place(self, candidate: _Candidate, gain: float) -> bool:
+        """Rank a candidate, or fold it under a chosen one. Return whether it is shown."""
+        best, chosen, floor = candidate.finding, self._chosen, self._floor
+        own_gain = _get_gain(best)
         rival = next((c for c in chosen if are_alternatives(c, best)), None)
         slowed = 1.0 if best.subject == WHOLE_STEP else _share_left(best, chosen)
         if rival is None and chosen and gain < MIN_KEPT_SHARE * slowed * own_gain:
-            rival = min(chosen, key=lambda c: marginal_gain(best, [c], estimator))
+            rival = min(chosen, key=lambda c: marginal_gain(best, [c], self._estimator))
         if rival is not None:
-            if own_gain >= floor:
-                folded.append(replace(best, folded_under=rival.rule))
-                shown.add(index)
-        elif gain >= (slowed * floor if own_gain >= floor else WARNING_SHARE * a.step_ns):
-            prerequisite = None
-            if own_gain < floor and chosen:  # without this fix, most of the gain is lost
-                prerequisite = max(chosen, key=lambda c: marginal_gain(best, [c], estimator)).rule
-            position = len(chosen) + 1
-            ranked = _set_marginal_range(best, gain, chosen, estimator)
-            chosen.append(replace(ranked, priority=position, after_fix=prerequisite))
-            shown.add(index)
-    return chosen + folded, [f for index, f in enumerate(findings) if index not in shown]
+            if own_gain < floor:
+                return False
+            self._folded.append(replace(best, folded_under=rival.rule))
+            return True
+        if gain < (slowed * floor if own_gain >= floor else WARNING_SHARE * self._a.step_ns):
+            return False
+        prerequisite = None
+        if own_gain < floor and chosen:  # without this fix, most of the gain is lost
+            prerequisite = max(chosen, key=lambda c: marginal_gain(best, [c], self._estimator)).rule
+        ranked = _set_marginal_range(best, gain, chosen, self._estimator)
+        chosen.append(replace(ranked, priority=len(chosen) + 1, after_fix=prerequisite))
+        return True
+
+    def _choose_next(self) -> _Choice:
+        """Return the candidate to choose next, and its marginal gain. It has the largest gain ×
+        weight in the run's step, unless another that is about as certain gains clearly more, or
+        gains about as much, has a clearly higher low end and keeps the results.
+
+        Gains mostly shrink as other fixes are made, so a gain is computed again only if its last
+        value could still win. Gains near zero are computed again every time, because a fix may
+        begin to pay once another has moved the bottleneck."""
+        waiting = self._waiting
+        largest = max(abs(each.latest) for each in self._candidates)
+        fresh: set[_Candidate] = set()
+        while True:
+            heaviest = max(
+                waiting, key=lambda c: (c.weighted_gain * c.finding.confidence, c.finding.rule)
+            )
+            larger = [
+                each
+                for each in waiting
+                if each.weighted_gain > (1 + EQUAL_GAIN) * heaviest.weighted_gain
+                and not is_more_certain(heaviest.finding, each.finding)
+            ]
+            best = max(larger, key=lambda c: c.weighted_gain, default=heaviest)
+            safer = [
+                each
+                for each in waiting
+                if (1 + EQUAL_GAIN) * each.weighted_gain >= best.weighted_gain
+                and each.low_end > (1 + EQUAL_GAIN) * best.low_end
+                and each.finding.alternatives != PRECISION
+                and not is_more_certain(best.finding, each.finding)
+            ]
+            best = max(safer, key=lambda c: c.low_end, default=best)
+            hopeless = [c for c in waiting if c.latest < 0.01 * largest and c not in fresh]
+            outdated = [*({heaviest, best} - fresh)] or (hopeless if self._chosen else [])
+            if not outdated:
+                return best, best.latest
+            for each in outdated:
+                each.latest = self._gain(each.finding)
+                fresh.add(each)
+
+    def _choose_named_cause(self, general: _Choice) -> _Choice:
+        """Return what to choose before a general candidate that gains more: one that names code
+        whose fix saves much, or else the general one."""
+        result, max_gain, a = general, 0.0, self._a
+        is_mostly_idle = a.breakdown.busy.total < MOSTLY_BUSY * a.span_ns
+        drops_launches = any(edit.op == "drop_launch" for edit in general[0].finding.edits)
+        for candidate in self._waiting:
+            finding = candidate.finding
+            if finding.other_rank or not finding.edits or removes_whole_idle_kind(finding):
+                continue
+            if is_mostly_idle and all(edit.select.on == "gpu" for edit in finding.edits):
+                continue
+            scale = candidate.scale / general[0].scale if general[0].scale else 1.0
+            min_gain = MIN_LEADING_SHARE * general[1]
+            if drops_launches and MIN_LEADING_WAITS_SHARE * a.step_ns < min_gain:
+                removes_work = all(edit.op == "remove" for edit in finding.edits)
+                if removes_work or _fills_queue(finding, a):
+                    min_gain = MIN_LEADING_WAITS_SHARE * a.step_ns
+            min_gain = max(max_gain, min_gain)
+            if _get_gain(finding) * scale < min_gain:
+                continue
+            gain = self._gain(finding)
+            if gain * scale >= min_gain:
+                max_gain = gain * scale
+                result = candidate, gain
+        return result
+
+    def _choose_cause_inside(self, general: _Choice) -> _Choice:
+        """Return what to choose before a candidate on all code of a function or all loading: one
+        that says what takes much of its time, or else the general one."""
+        min_gain = MIN_LEADING_SHARE * general[1] * general[0].scale
+        causes = [
+            (candidate, gain)
+            for candidate in self._waiting
+            if candidate.finding.edits
+            and _is_inside(candidate.finding, general[0].finding)
+            and (gain := self._gain(candidate.finding)) * candidate.scale >= min_gain
+        ]
+        return max(causes, key=lambda each: each[1] * each[0].scale, default=general)
 
 
 def removes_whole_idle_kind(finding: Finding) -> bool:
@@ -258,42 +392,6 @@ def removes_whole_idle_kind(finding: Finding) -> bool:
         and edit.select.at in ("", "step_start")
         for edit in finding.edits
     )
-
-
-def _choose_named_cause(
-    findings: list[Finding],
-    scales: list[float],
-    waiting: list[int],
-    general: tuple[int, float],
-    chosen: list[Finding],
-    estimator: GainEstimator,
-    a: Analysis,
-) -> tuple[int, float]:
-    """Return the finding to choose before a general one that gains more, and its gain: a finding
-    that names code whose fix saves much, or else the general one."""
-    result, max_gain = general, 0.0
-    is_mostly_idle = a.breakdown.busy.total < MOSTLY_BUSY * a.span_ns
-    drops_launches = any(edit.op == "drop_launch" for edit in findings[general[0]].edits)
-    for index in waiting:
-        finding = findings[index]
-        if finding.other_rank or not finding.edits or removes_whole_idle_kind(finding):
-            continue
-        if is_mostly_idle and all(edit.select.on == "gpu" for edit in finding.edits):
-            continue
-        scale = scales[index] / scales[general[0]] if scales[general[0]] else 1.0
-        min_gain = MIN_LEADING_SHARE * general[1]
-        if drops_launches and MIN_LEADING_WAITS_SHARE * a.step_ns < min_gain:
-            removes_work = all(edit.op == "remove" for edit in finding.edits)
-            if removes_work or _fills_queue(finding, a):
-                min_gain = MIN_LEADING_WAITS_SHARE * a.step_ns
-        min_gain = max(max_gain, min_gain)
-        if _get_gain(finding) * scale < min_gain:
-            continue
-        gain = marginal_gain(finding, chosen, estimator)
-        if gain * scale >= min_gain:
-            max_gain = gain * scale
-            result = index, gain
-    return result
 
 
 def _is_of_all_code(finding: Finding) -> bool:
@@ -315,27 +413,6 @@ def _is_inside(finding: Finding, general: Finding) -> bool:
         )
     functions = {place.function for place in general.where} - {None}
     return any(place.function in functions for place in finding.where[:1])
-
-
-def _choose_cause_inside(
-    findings: list[Finding],
-    scales: list[float],
-    waiting: list[int],
-    general: tuple[int, float],
-    chosen: list[Finding],
-    estimator: GainEstimator,
-) -> tuple[int, float]:
-    """Return the finding to choose before one on all code of a function or all loading: a finding
-    that says what takes much of its time, or else the general one."""
-    min_gain = MIN_LEADING_SHARE * general[1] * scales[general[0]]
-    causes = [
-        (index, gain)
-        for index in waiting
-        if findings[index].edits
-        and _is_inside(findings[index], findings[general[0]])
-        and (gain := marginal_gain(findings[index], chosen, estimator)) * scales[index] >= min_gain
-    ]
-    return max(causes, key=lambda each: each[1] * scales[each[0]], default=general)
 
 
 def _fills_queue(finding: Finding, a: Analysis) -> bool:
@@ -369,62 +446,6 @@ def is_vague(finding: Finding) -> bool:
     impact = finding.impact
     timed = impact is not None and impact.currency == "step_time"
     return timed and not finding.where and impact is not None and not impact.low_ns
-
-
-def _choose_next(
-    findings: list[Finding],
-    scales: list[float],
-    waiting: list[int],
-    latest: list[float],
-    chosen: list[Finding],
-    estimator: GainEstimator,
-) -> tuple[int, float]:
-    """Return the index of the waiting finding to choose next, and its marginal gain in the window's
-    step. It has the largest gain × weight in the run's step, unless another that is about as
-    certain gains clearly more, or gains about as much, has a clearly higher low end and keeps
-    the results.
-
-    Gains mostly shrink as other fixes are made, so a gain is computed again only if its last value
-    could still win. Gains near zero are computed again every time, because a fix may begin to pay
-    once another has moved the bottleneck. ``latest`` is updated."""
-    largest = max(map(abs, latest), default=0.0)
-    fresh: set[int] = set()
-
-    def gain(index: int) -> float:
-        vague = VAGUE_WEIGHT if is_vague(findings[index]) else 1.0
-        return latest[index] * scales[index] * vague
-
-    def low_end(index: int) -> float:
-        impact = findings[index].impact
-        if impact is None or not impact.gain_ns:
-            return 0.0
-        return gain(index) * (impact.low_ns or 0) / impact.gain_ns
-
-    while True:
-        heaviest = max(waiting, key=lambda i: (gain(i) * findings[i].confidence, findings[i].rule))
-        larger = [
-            i
-            for i in waiting
-            if gain(i) > (1 + EQUAL_GAIN) * gain(heaviest)
-            and not is_more_certain(findings[heaviest], findings[i])
-        ]
-        best = max(larger, key=gain, default=heaviest)
-        safer = [
-            i
-            for i in waiting
-            if (1 + EQUAL_GAIN) * gain(i) >= gain(best)
-            and low_end(i) > (1 + EQUAL_GAIN) * low_end(best)
-            and findings[i].alternatives != PRECISION
-            and not is_more_certain(findings[best], findings[i])
-        ]
-        best = max(safer, key=low_end, default=best)
-        hopeless = [i for i in waiting if latest[i] < 0.01 * largest and i not in fresh]
-        outdated = [*({heaviest, best} - fresh)] or (hopeless if chosen else [])
-        if not outdated:
-            return best, latest[best]
-        for index in outdated:
-            latest[index] = marginal_gain(findings[index], chosen, estimator)
-            fresh.add(index)
 
 
 def marginal_gain(finding: Finding, chosen: Sequence[Finding], estimator: GainEstimator) -> float:

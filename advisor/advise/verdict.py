@@ -1,6 +1,7 @@
 """Verdict of a report: what limits the step, in one or two sentences, and the first fix."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -82,57 +83,84 @@ BETWEEN_WORK = "from the first to the last kernel or copy"
 MIN_STEPS = 3
 
 
-def write_verdict(
-    report: Report, a: Analysis, rules: Sequence[Rule]
-) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
-    """Return the status, and a verdict of a sentence or two. A crash comes first."""
+Status = Literal["bottlenecks", "healthy", "limited"]
+
+
+@dataclass
+class _Draft:
+    """A verdict in the making: its status, and its sentences."""
+
+    status: Status
+    text: str
+
+    def lead(self, sentence: str) -> None:
+        """Put a sentence first."""
+        self.text = " ".join(filter(None, (sentence, self.text)))
+
+    def add(self, sentence: str) -> None:
+        """Put a sentence last, unless the verdict has it."""
+        if sentence not in self.text:
+            self.text = f"{self.text} {sentence}"
+
+    def limit(self) -> None:
+        """Call the step healthy no more."""
+        self.status = "limited" if self.status == "healthy" else self.status
+
+
+def write_verdict(report: Report, a: Analysis, rules: Sequence[Rule]) -> tuple[Status, str]:
+    """Return the status, and a verdict of a sentence or two. A crash comes first, then pauses or
+    growing memory that cost more than the first fix gains, then what limits the step and the first
+    fix, then what else a reader must know."""
     roles: dict[str, VerdictRole] = {rule.id: rule.verdict_role for rule in rules}
     if a.only_input is not None:
         return auxiliary_verdict(report, a.only_input, roles)
-    status, text = _write_main_verdict(report, a, rules)
+    draft = _Draft(*_write_main_verdict(report, a, rules))
     if (shortcoming := _explain_shortcoming(report, a)) is not None:
-        status, text = "limited", shortcoming
+        draft = _Draft("limited", shortcoming)
     if report.flight is not None and report.flight.problems:
-        status, text = "bottlenecks", f"{flight_verdict(report)[1]} {text}"
-    elif status != "healthy":
-        text += _name_largest_operator(report, a)
-    if status == "bottlenecks":
-        text += _name_larger_note(report, text)
+        draft.status = "bottlenecks"
+        draft.lead(flight_verdict(report)[1])
+    elif draft.status != "healthy":
+        draft.add(_name_largest_operator(report, a))
+    if draft.status == "bottlenecks":
+        draft.add(_name_larger_note(report, draft.text))
     else:
-        text += _name_facts_besides_findings(report, rules, text)
-    if (slow := describe_slow_steps(report)) and slow not in text:
-        text += f" {slow}"
+        draft.add(_name_leading_risk(report, roles, draft.text))
+        draft.add(_name_pauses(report, roles))
+    draft.add(describe_slow_steps(report))
     if leak := _warn_of_memory_growth(report, roles):
         vague = bool(report.findings) and is_vague(report.findings[0])
-        leak_is_last = status == "bottlenecks" and not vague
-        text = f"{text} {leak}" if leak_is_last else f"{leak} {text}"
-        status = "limited" if status == "healthy" else status
-    text += _ask_for_typical_steps(report, status) + _describe_all_fixes(report, status)
+        (draft.add if draft.status == "bottlenecks" and not vague else draft.lead)(leak)
+        draft.limit()
+    draft.add(_ask_for_typical_steps(report, draft.status))
+    draft.add(_describe_all_fixes(report, draft.status))
     if part_of_step_text := part_of_step(a):
-        status, text = "limited", f"{part_of_step_text} {text} {record_whole_steps(a.trace.meta)}"
+        draft.status = "limited"
+        draft.lead(part_of_step_text)
+        draft.add(record_whole_steps(a.trace.meta))
     pauses, leads = _describe_time_between_steps(report, roles)
     if pauses:
-        status = "limited" if status == "healthy" else status
-        text = f"{pauses} {text}" if leads else f"{text} {pauses}"
-    crash = t.describe_crashes(report.crashes)
-    if not crash:
-        return status, text
-    return "limited" if status == "healthy" else status, f"{crash} {text}"
+        (draft.lead if leads else draft.add)(pauses)
+        draft.limit()
+    if crash := t.describe_crashes(report.crashes):
+        draft.lead(crash)
+        draft.limit()
+    return draft.status, draft.text
 
 
-def _name_facts_besides_findings(report: Report, rules: Sequence[Rule], text: str) -> str:
-    """Name a risk and long pauses in a verdict that leads with no fix, unless ``text`` does."""
-    roles = {rule.id: rule.verdict_role for rule in rules}
+def _name_leading_risk(report: Report, roles: Mapping[str, VerdictRole], text: str) -> str:
+    """Name the first risk in a verdict that leads with no fix, unless ``text`` does."""
     titles = [
         risk.title for risk in report.risks if roles.get(risk.rule) not in ROLES_WITH_OWN_SENTENCES
     ]
-    result, pauses = "", describe_pauses(report)
-    if titles and titles[0].lower() not in text.lower():
-        result += f" First: {lower_title(titles[0])}."
-    names_pauses = any(roles.get(risk.rule) == BETWEEN_STEPS for risk in report.risks)
-    if pauses and pauses not in text and not names_pauses:
-        result += f" {pauses}"
-    return result
+    is_new = bool(titles) and titles[0].lower() not in text.lower()
+    return f"First: {lower_title(titles[0])}." if is_new else ""
+
+
+def _name_pauses(report: Report, roles: Mapping[str, VerdictRole]) -> str:
+    """Name long pauses between steps that no risk names."""
+    is_risk = any(roles.get(risk.rule) == BETWEEN_STEPS for risk in report.risks)
+    return "" if is_risk else describe_pauses(report)
 
 
 def _ask_for_typical_steps(report: Report, status: str) -> str:
@@ -144,7 +172,7 @@ def _ask_for_typical_steps(report: Report, status: str) -> str:
         return ""
     if describe_slow_steps(report):
         return ""  # any of the run's steps is untypical
-    return f" The profiled steps take {1 + excess:.1f} times the run's: profile later ones."
+    return f"The profiled steps take {1 + excess:.1f} times the run's: profile later ones."
 
 
 MIN_UNTYPICAL_EXCESS = 1.0
@@ -161,7 +189,7 @@ def _describe_all_fixes(report: Report, status: str) -> str:
     if status != "bottlenecks" or max(later, default=0) < MIN_LATER_RATIO * first or not faster:
         return ""
     times = f"{t.format_duration(report.step_ns)} → {t.format_duration(step_after_fixes(report))}"
-    return f" With all fixes: {times} ({faster})."
+    return f"With all fixes: {times} ({faster})."
 
 
 def _warn_of_memory_growth(report: Report, roles: Mapping[str, VerdictRole]) -> str:
@@ -186,9 +214,15 @@ def _describe_time_between_steps(
     gain = 0.0
     if first is not None and first.impact is not None and not is_unseen_code(first):
         gain = (first.impact.share or 0.0) * (1 - share)
+    cause = ", perhaps evaluation or checkpoints"
+    if first is not None and first.impact is not None and first.impact.currency == "run_time":
+        line, *_ = t.location_names(first.where[0]) if first.where else [""]
+        place, _, function = line.partition(" in ")
+        place = f"{function} ({place})" if function else place
+        cause = f", {t.format_share(first.impact.share)} in {place}" if place else cause
     return (
         f"{t.format_share(share)} of the time after the first step is in long pauses between "
-        "steps, perhaps evaluation or checkpoints."
+        f"steps{cause}."
     ), gain < share
 
 
@@ -224,9 +258,7 @@ def _explain_shortcoming(report: Report, a: Analysis) -> str | None:
     return None
 
 
-def _write_main_verdict(
-    report: Report, a: Analysis, rules: Sequence[Rule]
-) -> tuple[Literal["bottlenecks", "healthy", "limited"], str]:
+def _write_main_verdict(report: Report, a: Analysis, rules: Sequence[Rule]) -> tuple[Status, str]:
     of_step = name_step(report)
     if report.scope.step_source == LAYER_TIMES:
         return _write_layers_verdict(report)
@@ -441,7 +473,7 @@ def _name_largest_operator(report: Report, a: Analysis) -> str:
     if own_notes:
         fix = f". {_name_possible_fix(report, own_notes[0])}"
     return (
-        f" {labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "
+        f"{labels.shorten(labels.clean(name), 40)} takes most device time: {share} of the "
         f"{report.per}{reached}{fix}."
     )
 
@@ -463,7 +495,7 @@ def _name_larger_note(report: Report, text: str) -> str:
     if note is None or not first or share_of_note(note, report) < MIN_NOTE_RATIO * first:
         return ""
     possible_fix = _name_possible_fix(report, note)
-    return "" if possible_fix in text else f" {possible_fix}."
+    return "" if possible_fix in text else f"{possible_fix}."
 
 
 def _compare_with_rates(report: Report) -> tuple[str, bool]:

@@ -239,13 +239,13 @@ def _build_mesh(a: Analysis, rank: int, comparison: RankComparison | None) -> li
     """Return the communication by mesh axis, with waits if other ranks are in memory."""
     if a.device_id is None or a.only_input:
         return []
-    waits = None
+    waits, links = None, a.node_links
     if comparison is not None:
         index = comparison.summary_index(rank)
         waits = None if index is None else collective_waits(comparison.job.joined, index)
         hosts = {each.rank: each.host for each in comparison.job.summaries if each.host}
-        a.node_links = a.node_links._replace(hosts=hosts)
-    return report_mesh(a, waits=waits)
+        links = links._replace(hosts=hosts)
+    return report_mesh(a, links, waits=waits)
 
 
 def _compare_job(

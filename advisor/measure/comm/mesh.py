@@ -201,19 +201,19 @@ def _is_inside_node(
 
 
 def report_mesh(
-    a: Analysis, machine: NodeLinks | None = None, waits: pl.DataFrame | None = None
+    a: Analysis, node_links: NodeLinks | None = None, waits: pl.DataFrame | None = None
 ) -> list[MeshAxis]:
     """Summarise each axis and the ranks that communicate along it, the most exposed first.
     ``waits`` comes from ``ranks.join.collective_waits``, if other ranks' traces are available."""
     table = a.collectives
     if table.is_empty():
         return []
-    machine = find_node_links(a, machine)
+    node_links = find_node_links(a, node_links)
     result = []
     keys = ["axis", "group_size", "ranks"]
     for (axis, size, ranks), rows in table.group_by(keys, maintain_order=True):
         axis = cast(Any, axis)
-        result.append(_report_axis(a, axis, size, group_ranks(ranks), rows, machine, waits))
+        result.append(_report_axis(a, axis, size, group_ranks(ranks), rows, node_links, waits))
     return sorted(result, key=lambda mesh_axis: (-mesh_axis.exposed_ns, -mesh_axis.ns))
 
 
@@ -223,7 +223,7 @@ def _report_axis(
     size: int | None,
     members: list[int],
     rows: pl.DataFrame,
-    machine: NodeLinks,
+    node_links: NodeLinks,
     waits: pl.DataFrame | None,
 ) -> MeshAxis:
     steps = a.step_count
@@ -239,7 +239,7 @@ def _report_axis(
         if axis_waits["complete"].all():
             waiting_ns, waited_here_ns = waited_here_ns or 0.0, None
             rate = _measure_transfer_rate(axis_waits) or rate
-    link = find_link(a, members, size, machine)
+    link = find_link(a, members, size, node_links)
     slots = count_micro_batches(a, rows) if axis == "pipeline" else None
     exposed = _sum_values(rows["exposed"]) / steps
     return MeshAxis(

@@ -204,7 +204,7 @@ def test_leak_leads_the_verdict_with_dated_figures() -> None:
     """16 MiB stay of each of 14 steps; at the peak the last one has yet to add its own."""
     report = advisor.analyze(str(FOLDER / "h100_leak.pickle.gz"))
     assert report.verdict.startswith("record_snapshots.py:37 leaves 16 MiB behind in 11 of the 11")
-    assert "208 MiB at the peak, 224 MiB at the end" in report.verdict
+    assert "it held 208 MiB at the peak, and 224 MiB at the end" in report.verdict
     (line,) = [each for each in report.memory[0].held if each.line == 37]
     assert line.bytes == 208 * MIB
     assert "176 MiB" not in str(report)

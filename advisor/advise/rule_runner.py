@@ -207,7 +207,7 @@ def _list_checks_not_run(a: Analysis, rules: list[Rule]) -> list[SkippedCheck]:
     if not a.trace.meta.is_pytorch:
         return []
     result = []
-    without_shapes = [rule.id for rule in rules if rule.needs_shapes]
+    without_shapes = [rule.id for rule in rules if rule.needs_shapes and is_of_use(rule, a)]
     if without_shapes and a.trace.inputs.is_empty() and not a.trace.cpu.is_empty():
         result.append(
             SkippedCheck(

@@ -349,7 +349,7 @@ class ExposedTime:
         """Return the maximum that edits save together, ns per step: the device time that they
         select, and host time up to the device's idle time. ``optimistic``: use the factors that
         make the gain large. Idle time that several edits select counts once."""
-        if not self.a.step_count or any(e.op in ("resize", "remove_skew") for e in edits):
+        if any(e.op in ("resize", "remove_skew") for e in edits):
             return self.a.step_ns
         device = host = latency = 0.0
         gaps = np.zeros(self.a.gaps.height)

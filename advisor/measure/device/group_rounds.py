@@ -39,7 +39,7 @@ def optimizer_steps(a: Analysis) -> np.ndarray:
 
 def rounds_of_a_step(a: Analysis, steps: np.ndarray) -> dict[int, GroupRounds]:
     """Count the groups in each optimizer step of the last training step, by its row."""
-    last_steps = steps[-max(1, round(len(steps) / max(a.step_count, 1))) :]
+    last_steps = steps[-max(1, round(len(steps) / a.step_count)) :]
     return {int(row): _count_rounds(a, int(row)) for row in last_steps}
 
 

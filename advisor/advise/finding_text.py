@@ -14,7 +14,7 @@ from advisor.advise.gain_reasons import (
     gain_of,
     range_reasons,
 )
-from advisor.advise.impact import MIN_GAIN_SHARE, WARNING_SHARE
+from advisor.advise.impact import MIN_GAIN_SHARE, SEEN, WARNING_SHARE
 from advisor.advise.priority import EQUAL_GAIN, PRECISION, is_more_certain
 from advisor.advise.program_wording import ACTIVITIES
 from advisor.core import labels
@@ -117,6 +117,15 @@ def new_sentences(summary: str, text: str) -> str:
     return " ".join(result)
 
 
+def describe_evidence(finding: Finding, said: str) -> str:
+    """Return the sentences of a finding's summary that a text does not contain, after the rank
+    that they are about if the report is of another."""
+    sentences = new_sentences(finding.summary, said)
+    if not sentences or not finding.other_rank or finding.trace_rank is None:
+        return sentences
+    return f"On rank {finding.trace_rank}: {t.lower_first(sentences)}"
+
+
 SAMPLED_LINE: Final = "stack samples point to"
 
 
@@ -217,16 +226,30 @@ def describe_gain(finding: Finding, report: Report | None = None, *, alone: bool
 
 
 def gain_conditions(finding: Finding, report: Report) -> list[str]:
-    """Say what a gain depends on: its range, other fixes, a rank; and why it exceeds the
+    """Say what a gain depends on: its cause, range and other fixes; and why it exceeds the
     evidence. The most important first."""
     reasons, is_little = range_reasons(finding, report), may_gain_little(finding)
     return [
+        *_explain_low_confidence(finding),
         *(reasons if is_little else ()),
         *order_parts(finding, report),
         *beyond_evidence(finding, report),
         *(() if is_little else reasons),
         *_warn_of_stacks(finding, report),
     ]
+
+
+MAX_CONFIDENCE_NOTES: Final = 2
+
+
+def _explain_low_confidence(finding: Finding) -> list[str]:
+    """Say why another cause is more likely than the finding's. Empty if none is."""
+    notes = [note.split(": ")[0] for note in finding.confidence_notes]
+    reasons = [note for note in notes if not note.startswith(SEEN)][:MAX_CONFIDENCE_NOTES]
+    if not reasons or not is_unsure(finding):
+        return []
+    why = labels.clean("; ".join(reasons))
+    return [f"{t.format_share(finding.confidence)} sure of the cause: {why}"]
 
 
 def minor_conditions(finding: Finding, report: Report) -> list[str]:
@@ -301,7 +324,7 @@ MAX_NEAR_ZERO_RATIO: Final = 0.25
 
 
 def order_parts(finding: Finding, report: Report) -> list[str]:
-    """Say how the fixes above change a finding's gain, and which rank it is on."""
+    """Say how the fixes above change a finding's gain."""
     parts = []
     gain = finding.impact.gain_ns if finding.impact is not None else None
     marginal_gain = finding.marginal_gain_ns
@@ -318,7 +341,7 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
         prefix = "more, " if marginal_gain > gain else ""
         parts.append(f"after the fixes above it saves {prefix}{describe_marginal_gain(finding)}")
         if marginal_gain > gain:
-            parts[-1] += _explain_larger_gain_after(finding, report)
+            parts[-1] += explain_larger_gain_after(finding, report)
         if finding.marginal_low_ns is not None and finding.marginal_high_ns is not None:
             ends = (finding.marginal_low_ns, finding.marginal_high_ns)
             decided_by = (finding.marginal_low_by, finding.marginal_high_by)
@@ -326,12 +349,10 @@ def order_parts(finding: Finding, report: Report) -> list[str]:
             is_new = why and why != range_reasons(finding, report)
             parts[-1] += f"; {'; '.join(why)}" if is_new else ""
     parts += _explain_order(finding, report)
-    if finding.other_rank and finding.trace_rank is not None:
-        parts.append(f"on rank {finding.trace_rank}")
     return parts
 
 
-def _explain_larger_gain_after(finding: Finding, report: Report) -> str:
+def explain_larger_gain_after(finding: Finding, report: Report) -> str:
     """Say why a fix gains more after the fixes before it. Empty if that is unknown."""
     if any(edit.op == "make_async" for edit in finding.edits):
         late_launches = "" if beyond_evidence(finding, report) else describe_late_launches(report)

@@ -133,7 +133,7 @@ def _explain_unknown_idle(report: Report, a: Analysis, share: float) -> str:
     if share - queued < MIN_QUEUED_SHARE:
         return f"{idle} while work is queued for it: {why}. {UNFILTERED}"
     return (
-        f"{idle}. For {t.format_share(queued)}, another process may use it. "
+        f"{idle}; {t.format_share(queued)} is with work queued. "
         f"{UNFILTERED_WITH_STACKS if 'with_stack' in recording else UNFILTERED}"
     )
 

@@ -119,6 +119,10 @@ def weigh_confidence(finding: Finding, rule: Rule, a: Analysis) -> Finding:
     return finding
 
 
+SEEN = "seen on "
+"""Beginning of the note on how many ranks have a finding."""
+
+
 def note_rank_counts(
     findings: Iterable[Finding], counts: Mapping[str, int], ranks: int
 ) -> list[Finding]:
@@ -128,7 +132,7 @@ def note_rank_counts(
             finding,
             confidence_notes=[
                 *finding.confidence_notes,
-                f"seen on {counts[finding.rule]} of {ranks} ranks",
+                f"{SEEN}{counts[finding.rule]} of {ranks} ranks",
             ],
         )
         for finding in findings

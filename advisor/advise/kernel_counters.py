@@ -482,8 +482,9 @@ def _get_program_command(report: Report) -> str:
 def profiling_command(
     report: Report, a: Analysis, line: str | None = None
 ) -> tuple[str, str] | None:
-    """Return the command that collects counters of the longest kernels below their attainable rate,
-    and its cost, or ``None`` if there is nothing to profile. ``line``: the run's own command."""
+    """Return the commands that collect counters of the longest kernels below their attainable rate
+    and read them, and their cost, or ``None`` if there is nothing to profile. ``line``: the run's
+    own command."""
     program = line or _get_program_command(report)
     hint = f" {PLACEHOLDER}" * (program == ANY_PROGRAM)
     has_ranks = (a.trace.meta.world_size or 1) > 1 or (a.trace.meta.rank or 0) > 0
@@ -507,14 +508,16 @@ def profiling_command(
     if not chosen or report.kernel_counters:
         return None
     names = list(dict.fromkeys(chosen.values()))
+    read_counters = f"{analyze_command(report)} \\\n  --kernel-profile "
     if a.trace.meta.vendor == "amd":
         return (
             "rocprof-compute profile -n run \\\n"
             + f"  -k {' '.join(names)} \\\n"
-            + f"  -- {program}",
-            "The program runs some ten times, once per group of counters. Then: rocprof-compute "
-            "analyze -p workloads/run/* --output-format db, and "
-            f"{analyze_command(report)} --kernel-profile DATABASE{'.' * bool(hint)}{hint}",
+            + f"  -- {program}\n"
+            + "rocprof-compute analyze -p workloads/run/* --output-format db\n"
+            + f"{read_counters}DATABASE",
+            "The program runs some ten times, once per group of counters. DATABASE is the file "
+            f"that the second command writes.{hint}",
         )
     sections = "".join(f"  --section {name} \\\n" for name in NCU_SECTIONS)
     pattern = f"^({'|'.join(names)})"
@@ -528,10 +531,10 @@ def profiling_command(
     return (
         f"{selection} \\\n"
         f"  --launch-skip {skip} --launch-count {count} \\\n{sections}"
-        f"  -o kernels {program}",
+        f"  -o kernels {program}\n"
+        f"{read_counters}kernels.ncu-rep",
         f"{t.count_noun(count, 'launch')}{where}, each repeated some ten times with "
-        f"memory saved and restored. Then: {analyze_command(report)} --kernel-profile "
-        f"kernels.ncu-rep{'.' * bool(hint)}{hint}",
+        f"memory saved and restored.{hint}",
     )
 
 

@@ -9,13 +9,15 @@ from advisor.advise.finding_text import (
     SMALL_SHARE,
     Line,
     describe_weak_steps,
+    explain_larger_gain_after,
+    fixes_of_step,
     gains_of_findings,
     is_conditional,
     is_unseen_code,
     is_unsure,
     ranked_findings,
 )
-from advisor.advise.gain_reasons import is_replayed
+from advisor.advise.gain_reasons import gain_of, is_replayed
 from advisor.advise.program_wording import ask_to_record
 from advisor.core import labels
 from advisor.core import text as t
@@ -778,9 +780,10 @@ def describe_all_fixes(report: Report) -> str:
         busy_after = f", GPU busy {t.format_share(min(1.0, busy / after))}"
         if busy / after < (report.busy_share or 0.0) - MIN_LESS_BUSY:
             busy_after += " (waits stay)"
+    certain = _describe_certain_fix(report) if speedup.startswith("perhaps") else ""
     return (
         f"{fixes}: {t.format_duration(before)} → {t.format_duration(after)} "
-        f"({speedup}){busy_after}."
+        f"({speedup}{certain}){busy_after}."
         + "".join(
             f" Fix {f.priority} saves {t.format_duration(f.impact.gain_ns)} over the run, "
             "outside these steps."
@@ -789,6 +792,16 @@ def describe_all_fixes(report: Report) -> str:
         )
         + _explain_larger_total(report)
     )
+
+
+def _describe_certain_fix(report: Report) -> str:
+    """Give the step with the certain one of two fixes. Empty unless one of two may gain nothing."""
+    fixes = fixes_of_step(report)
+    certain = [f for f in fixes if f.impact is not None and f.impact.low_ns]
+    if len(fixes) != 2 or len(certain) != 1 or certain[0].after_fix or not gain_of(certain[0]):
+        return ""
+    left = t.format_duration(report.step_ns - gain_of(certain[0]))
+    return f"; with fix {certain[0].priority} alone {left}"
 
 
 def _explain_larger_total(report: Report) -> str:
@@ -803,7 +816,8 @@ def _explain_larger_total(report: Report) -> str:
         return ""
     largest = max(fixes, key=lambda fix: fix[0])[1]
     saved = t.format_duration(largest.marginal_gain_ns)
-    return f" Fix {largest.priority} then saves {saved}."
+    why = "" if report.scope.device is None else explain_larger_gain_after(largest, report)
+    return f" Fix {largest.priority} then saves {saved}{why}."
 
 
 MIN_LARGER_TOTAL = 0.005

@@ -74,7 +74,7 @@ def describe_slow_steps(report: Report) -> str:
     verb = "takes" if len(slow.numbers) == 1 else "take"
     share = f" and {verb} {t.format_share(slow.share)} of the time"
     load = other_load(report).removesuffix(" in these steps")
-    return slow.sentence_start + (f": {load}." if load else f"{share}.")
+    return slow.sentence_start + (f": {load}. Record again without them." if load else f"{share}.")
 
 
 MAJORITY_SHARE, NEARLY_ALL_SHARE = 0.5, 0.95
@@ -110,7 +110,7 @@ def name_first_finding(report: Report, *, part: bool = False) -> str:
     impact = first.impact
     title = lower_title(first.title)
     if impact is None or impact.gain_ns is None:
-        unknown = ". It slows each step, but by how much is not recorded"
+        unknown = ". What it costs is not recorded"
         return f"{opening}: {title}{unknown if first.costs_more_than_recorded else ''}"
     saving = t.format_saving(impact)
     about = "" if saving.startswith(("up to ", "at least ")) else "about "

@@ -302,8 +302,8 @@ class Report(Struct, kw_only=True):
     """Kernels that Triton compiled, first those that spill and take time. Empty without a Triton
     cache."""
     profile_kernels: list[str] = field(default_factory=list)
-    """Command that collects hardware counters of the slow kernels, and its cost. Empty if no kernel
-    is slow, or if the counters are already in the report."""
+    """Commands that collect hardware counters of the slow kernels and read them, and their cost.
+    Empty if no kernel is slow, or if the counters are already in the report."""
     rules: list[RuleText] = field(default_factory=list)
     """Rules of all findings, risks and notes, by id."""
     inference: InferenceByPhase | None = None

@@ -152,8 +152,8 @@ class LaunchBound(Rule):
     alternatives = "launches"
     looks_at = dict.fromkeys(
         ("dispatch", "launch", "python"),
-        "too small for a fix, which needs {min_share:.0%} of the time in such waits, "
-        "{min_launches} launches and a GPU busy at most {max_busy:.0%}",
+        "little to gain if the GPU is busy over {max_busy:.0%}, such waits take under "
+        "{min_share:.0%}, or launches are under {min_launches}",
     )
 
     fix = (

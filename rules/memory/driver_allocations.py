@@ -129,9 +129,9 @@ class AllocationsInLoop(DriverAllocationRule):
     )
 
     fix = (
-        "Let the allocator grow its segments instead of freeing them (expandable_segments). It "
-        "replaces settings such as max_split_size_mb. Keep shapes the "
-        "same from step to step: pad or bucket lengths. Lower the peak if memory is full."
+        "Let the allocator's segments grow (expandable_segments), in place of settings such as "
+        "max_split_size_mb. If memory is full, lower the peak first. Keep shapes the same from "
+        "step to step: pad or bucket lengths."
     )
     code = EXPANDABLE
     verify = (

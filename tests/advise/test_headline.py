@@ -534,7 +534,7 @@ def test_unexplained_idle_time_with_queued_work_is_separate(
 ) -> None:
     """Stacks would explain only the part in which nothing is queued: 107 of 301 ms."""
     report = analyze(shared_trace("two_ranks_rank0"))
-    assert "idles for 49% of the step. For 32%, another process may use it." in report.verdict
+    assert "idles for 49% of the step; 32% is with work queued." in report.verdict
     assert "Record stacks on a free GPU." in report.verdict
     queued = next(each for each in report.not_checked if "work is queued" in each.what)
     assert "(32%)" in queued.what

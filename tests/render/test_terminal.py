@@ -319,9 +319,9 @@ def test_finding_of_another_rank_names_the_rank(
     report: Make, finding: Callable[..., Finding]
 ) -> None:
     other = finding(1, other_rank=True, trace_rank=7)
-    assert "on rank 7" in REPORTS.render("terminal", report(findings=[other]))
+    assert "On rank 7: " in REPORTS.render("terminal", report(findings=[other]))
     other_rank = finding(1, trace_rank=7)
-    assert "on rank 7" not in REPORTS.render("terminal", report(findings=[other_rank]))
+    assert "On rank 7" not in REPORTS.render("terminal", report(findings=[other_rank]))
 
 
 def test_wide_code_moves_left_before_it_is_folded(

@@ -224,7 +224,7 @@ def _build_card(
     """Build a finding's card: what, gain, where, why, how, with evidence and caveats on demand.
     ``shared``: caveats shown above all cards. ``fix``, ``main``: as in ``Card``."""
     impact = finding.impact
-    why = finding_text.new_sentences(finding.summary, report.verdict)
+    why = finding_text.describe_evidence(finding, report.verdict)
     is_quoted = impact is not None and bool(impact.reason) and impact.reason in report.verdict
     fields = [
         *_list_notes(report, finding),

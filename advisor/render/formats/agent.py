@@ -82,8 +82,9 @@ def _lines(report: Report) -> list[str]:
         what = "fix" if first_findings else "saving, if memory is short"
         action = f"apply one {what}, record again, then: advisor compare {labels.clean(path)} AFTER"
     elif report.profile_kernels:
-        command = report.profile_kernels[0].replace("\\\n", " ")
-        action = f"measure the slow kernels: {' '.join(labels.clean(command).split())}"
+        commands = report.profile_kernels[0].replace("\\\n", " ").splitlines()
+        lines_of_commands = (" ".join(labels.clean(command).split()) for command in commands)
+        action = f"measure the slow kernels: {' && '.join(lines_of_commands)}"
     else:
         action = "nothing to change by this report; do not invent a fix"
     return [*lines, f"next: {action}"]

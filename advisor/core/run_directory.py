@@ -333,13 +333,14 @@ class Event(Struct, kw_only=True, omit_defaults=True):
     loss) · ``window``: window, reason, steps, state (``open``, ``done``, ``stopped``, ``failed``,
     ``never``, ``dropped``: before the training), file, why, and for the first window fault_steps
     (first and last step in which page faults were counted, before it), minor_faults (of the process
-    in these steps), memory_growth (of its largest resident memory, bytes) · ``collect``: file,
-    line, function, times (the first, second, fourth, eighth … request for a full garbage
-    collection) · ``stacks``: frames (``file(line): function``, the innermost may be ``<built-in
-    function …>``), stacks (for each: samples since the previous event, and indices in ``frames``,
-    outermost first) · ``warning``: text · ``oom``: message, snapshot, allocated, reserved ·
-    ``error``: text · ``end``: steps, reason (``finished``, ``exception``, ``interrupted``,
-    ``disk``: disk full), exception, message"""
+    in these steps), memory_growth (of its largest resident memory, bytes), fault_ns (time of a page
+    fault on this machine, if there were many, or ``null``) · ``collect``: file, line, function,
+    times (the first, second, fourth, eighth … request for a full garbage collection) · ``stacks``:
+    frames (``file(line): function``, the innermost may be ``<built-in function …>``), stacks (for
+    each: samples since the previous event, and indices in ``frames``, outermost first) ·
+    ``warning``: text · ``oom``: message, snapshot, allocated, reserved · ``error``: text · ``end``:
+    steps, reason (``finished``, ``exception``, ``interrupted``, ``disk``: disk full), exception,
+    message"""
 
     t: int
     """Time of the event, ns."""
@@ -391,7 +392,7 @@ STEPS_BEFORE_WINDOW = 7
 FIRST_COMPARED_STEP = 3
 """First step that is compared: those before it start up, even with an early window."""
 FAULT_NS = 1_300
-"""Usual time of a page fault, ns: 0.9 to 2.0 µs in seven CPU programs on two cores."""
+"""Usual time of a page fault, ns: 0.9 to 2.8 µs in CPU programs on two cores."""
 LIKE_THE_RUN = (0.75, 2.0)
 """Range of the steps before a window, as multiples of the run's median step, in which the window is
 like the run. Steps without a profiler after a window may be shorter by what it ended."""

@@ -30,7 +30,11 @@ from advisor.recorder.hooks import Hooks
 from advisor.recorder.module_calls import CallLog
 from advisor.recorder.modules import hide_from_warnings
 from advisor.recorder.options import RecordOptions
-from advisor.recorder.telemetry import MemoryCounters, read_memory_counters
+from advisor.recorder.telemetry import (
+    MemoryCounters,
+    measure_page_fault,
+    read_memory_counters,
+)
 from advisor.recorder.watchers import TraceRanges
 
 log = logging.getLogger("advisor")
@@ -449,11 +453,15 @@ class Windows:
         now = None if before is None else read_memory_counters()
         if before is None or now is None or number <= self._counted_from:
             return {}
-        return {
+        faults = now.minor_faults - before.minor_faults
+        result = {
             "fault_steps": [self._counted_from, number - 1],
-            "minor_faults": now.minor_faults - before.minor_faults,
+            "minor_faults": faults,
             "memory_growth": now.max_resident - before.max_resident,
         }
+        if faults >= MIN_FAULTS * (number - self._counted_from):
+            result["fault_ns"] = measure_page_fault()
+        return result
 
     def _postpone(self, number: int, reason: str, is_requested: bool) -> None:
         """Retry later, at growing intervals, because this step ended where no profiler may start.

@@ -27,7 +27,8 @@ class PageFaults(Rule):
     The recorder counts the page faults of the process in the steps before the first profiled
     window. The window itself can end them: freed blocks of the profiler raise the limits of the C
     library. Then the steps before the window are the run's own steps, and the difference to those
-    after it is the gain. Else the gain is the number of page faults times the usual time of one.
+    after it is the gain. Else the gain is the number of page faults times the time of one, which
+    the recorder measured on the machine. Without that, it is the usual time.
 
     Memory that is filled for the first time causes page faults too, which no setting saves. So the
     rule is silent if the process grew by more than a share of the pages."""
@@ -55,8 +56,8 @@ class PageFaults(Rule):
     fault_us = Factor(1.3, "µs per page fault", CHOSEN)
     best_fault_us = Factor(2.2, "µs per page fault, at best", CHOSEN)
     worst_fault_us = Factor(0.5, "µs per page fault, at worst", CHOSEN)
-    best_x = Factor(1.2, "times what the window saved, at best", CHOSEN)
-    worst_x = Factor(0.6, "times what the window saved, at worst", CHOSEN)
+    best_x = Factor(1.2, "times what was measured, at best", CHOSEN)
+    worst_x = Factor(0.6, "times what was measured, at worst", CHOSEN)
 
     fix = (
         "Let the C library keep freed memory: raise glibc's trim and mmap thresholds, or load "
@@ -84,27 +85,30 @@ class PageFaults(Rule):
         if float(lengths.sum()) < self.min_counted_ms * 1e6:
             return
         step = float(np.median(lengths))
-        fault_ns = faults.per_step * self.fault_us * 1e3
+        each_ns = faults.fault_ns or self.fault_us * 1e3
+        fault_ns = faults.per_step * each_ns
         if fault_ns < self.min_share * step:
             return
         counted_bytes = faults.per_step * len(lengths) * PAGE_BYTES
         if faults.growth > self.max_growth * counted_bytes:
             return
         saved = run_steps.saved_by_window
-        if saved is None:
-            gain, method = fault_ns, "page faults times their usual time"
+        gain, method = saved, "median step before the window less the median after it"
+        if gain is None:
+            time = "usual" if faults.fault_ns is None else "measured"
+            gain, method = fault_ns, f"page faults times their {time} time"
+        low, high = gain * self.worst_x, gain * self.best_x
+        if saved is None and faults.fault_ns is None:
             low, high = (
                 faults.per_step * us * 1e3 for us in (self.worst_fault_us, self.best_fault_us)
             )
-        else:
-            gain, method = saved, "median step before the window less the median after it"
-            low, high = saved * self.worst_x, saved * self.best_x
         yield Finding(
             summary=_describe(faults, step, fault_ns, saved),
             evidence=[
                 Evidence("time of page faults", gain, "ns", per="step"),
                 Evidence("page faults per step before the profiled window", faults.per_step),
                 Evidence("page faults per step after it", faults.after),
+                *([] if faults.fault_ns is None else [Evidence("page fault", each_ns, "ns")]),
                 Evidence("step before the profiled window, median", step, "ns"),
                 self.compare("time of page faults, share", fault_ns / step, "min_share"),
                 self.compare(
@@ -121,7 +125,9 @@ class PageFaults(Rule):
         return {
             "ended by the window": _build_run(faults=25_000, after_ms=55),
             "large tensors that come and go": _build_run(faults=25_000),
+            "measured page faults": _build_run(faults=5_000, fault_ns=2600),
             "few page faults": (_build_run(faults=500), "min_share"),
+            "short page faults": (_build_run(faults=5_000, fault_ns=900), "min_share"),
             "memory that grows": (_build_run(faults=25_000, growth=400 << 20), "max_growth"),
             "one short step": (_build_run(faults=25_000, last=1), "min_counted_ms"),
             "on a GPU": (_build_run(faults=25_000, gpu="A100"), "a.device_id is not None"),
@@ -151,6 +157,7 @@ def _build_run(
     after_ms: float | None = None,
     last: int = 9,
     growth: int = 0,
+    fault_ns: float | None = None,
     gpu: str | None = None,
     env: bool = False,
 ) -> TraceBuilder:
@@ -169,6 +176,7 @@ def _build_run(
             "fault_steps": [1, last],
             "minor_faults": faults * last,
             "memory_growth": growth,
+            "fault_ns": fault_ns,
         }
     )
     run.event("window", window=0, reason="schedule", state="open", steps=[10], **counts)

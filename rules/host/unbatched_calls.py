@@ -25,6 +25,7 @@ from advisor.rules.support.common import (
     scale_edit,
 )
 from advisor.rules.support.kernel_work import exact_pattern
+from advisor.rules.support.loop_operators import find_line_of_loop
 from advisor.testing import Examples, TraceBuilder
 
 _SAMPLE_PRODUCTS = re.compile(r"^aten::(?:linear|addmm|mm|matmul|mv|conv[123]d|convolution)$")
@@ -37,6 +38,7 @@ _CARRIES_RESULTS = re.compile(rf"^aten::(?:{_RESULTS})$")
 """Operators that may carry a result of one call into the next: reading and sampling it, joining two
 activations, recurrent cells, keys and values; or updates of the weights."""
 _COLLECTS = ("aten::stack", "aten::cat")
+_SUMS = ("aten::add", "aten::add_")
 _SUPPLIES = ("aten::select", "aten::slice", "aten::index", "aten::narrow")
 _SPLITS = ("aten::unbind", "aten::split", "aten::chunk")
 _JOIN = r"^aten::(?:stack|cat)$"
@@ -172,9 +174,11 @@ class LoopedOperators(Rule):
     the same for all elements.
 
     The rule looks for ``torch.stack`` or ``torch.cat`` of a long list, and operators that run 64
-    times or more in the step for each. It is silent if code in between reads a result or joins two
-    of them, as a recurrence does, because then the order matters. Joins inside a DataLoader make
-    batches and do not count. Python between the loop's operators counts too."""
+    times or more in the step for each. A sum to which the loop adds one number at a time counts as
+    such a join, if the loop takes as many elements out of a tensor. The rule is silent if code in
+    between reads a result or joins two of them, as a recurrence does, because then the order
+    matters. Joins inside a DataLoader make batches and do not count. Python between the loop's
+    operators counts too."""
 
     id = "looped-operators"
     title = "A Python loop runs operators on one element at a time"
@@ -213,7 +217,7 @@ class LoopedOperators(Rule):
             return
         table = outermost_in_steps(a)
         table = table.filter(~pl.Series(_is_excluded(a, table["row"].to_numpy())))
-        joins = _count_long_joins(a, table)
+        joins = _count_long_joins(a, table) or self._count_sums(a, table)
         if joins < a.step_count:
             return
         counts = table.group_by("name").agg(pl.len(), pl.col("ns").sum(), pl.col("inputs").first())
@@ -235,8 +239,8 @@ class LoopedOperators(Rule):
         )
         yield Finding(
             summary=(
-                f"A loop runs {names} about {number:,} times per step and joins the results with "
-                f"one call. With their backward and the code between this takes {of_step(a, ns)}."
+                f"A loop runs {names} about {number:,} times per step and joins the results. "
+                f"With their backward and the code between this takes {of_step(a, ns)}."
             ),
             evidence=[
                 amount_per_step(a, "the loop and its backward", ns),
@@ -245,14 +249,29 @@ class LoopedOperators(Rule):
                 ),
                 self.compare_share(a, "the loop and its backward", ns),
             ],
-            where=costliest_places(a, loop["row"].to_numpy(), loop["ns"].to_numpy(), top=1),
+            where=[
+                *find_line_of_loop(a, loop["row"].to_numpy()),
+                *costliest_places(a, loop["row"].to_numpy(), loop["ns"].to_numpy(), top=1),
+            ],
             costs_more_than_recorded=True,
             edits=[scale_edit(select, self.factor, self.factor / 2, self.worst_factor)],
         )
 
+    def _count_sums(self, a: Analysis, table: pl.DataFrame) -> int:
+        """Return the number of sums that a loop adds up one number at a time, one for each step,
+        if it takes as many elements out of a tensor. 0 if it does not."""
+        min_count = self.min_calls * a.step_count
+        added = table.filter(pl.col("name").is_in(_SUMS))["inputs"]
+        numbers = sum(_is_scalar(a, index) for index in added)
+        taken = table["name"].is_in(_SUPPLIES).sum()
+        return a.step_count if min(numbers, taken) >= min_count else 0
+
     @staticmethod
     def examples() -> Examples:
         return {
+            "the largest of each row": _build_graph(between="aten::max"),
+            "a sum of losses": _build_graph(sums=True),
+            "a sum over parameters": (_build_graph(sums=True, supply=""), "joins < a.step_count"),
             "a mean by node": _build_graph(),
             "without gradients": _build_graph(trains=False),
             "a recurrence": (_build_graph(between="aten::add"), "_carries_results"),
@@ -342,9 +361,14 @@ def _count_long_joins(a: Analysis, table: pl.DataFrame) -> int:
 def _carries_results(a: Analysis, loop_ops: pl.DataFrame) -> bool:
     """Return whether an operator of the loop reads a result or joins two."""
     return any(
-        _CARRIES_RESULTS.match(name) and not _is_scalar(a, index)
+        _CARRIES_RESULTS.match(name) and not _is_scalar(a, index) and not _reduces(a, name, index)
         for name, index in loop_ops.select("name", "inputs").iter_rows()
     )
+
+
+def _reduces(a: Analysis, name: str, index: int | None) -> bool:
+    """Return whether an operator is the maximum of one whole tensor, without a dimension."""
+    return name == "aten::max" and index is not None and len(inputs_at(a, index)) == 1
 
 
 def _is_excluded(a: Analysis, rows: np.ndarray) -> np.ndarray:
@@ -358,18 +382,24 @@ def _build_graph(
     trains: bool = True,
     between: str = "",
     loader: bool = False,
+    sums: bool = False,
+    supply: str = "aten::index",
     other_us: float = 300,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps(4):
         with b.range("enumerate(DataLoader)#_X.__next__") if loader else nullcontext():
             for _ in range(count):
-                b.on_host("aten::index", 15)
+                b.on_host(supply or "aten::pow", 15)
                 b.on_host("aten::mean", 15)
                 if between:
-                    b.on_host(between, 5, [[4, 32], [4, 32]])
-            with b.op("aten::stack", [[], []] if count > 30 else [[[32]] * count, []], LIST):
-                b.host(100)
+                    shapes = [[4, 32]] if between == "aten::max" else [[4, 32], [4, 32]]
+                    b.on_host(between, 5, shapes)
+                if sums:
+                    b.on_host("aten::add", 5, [[], []])
+            if not sums:
+                with b.op("aten::stack", [[], []] if count > 30 else [[[32]] * count, []], LIST):
+                    b.host(100)
         b.on_host("aten::softmax", other_us)
         for _ in range(count if trains else 0):
             b.on_host("autograd::engine::evaluate_function: MeanBackward1", 20)

@@ -182,6 +182,16 @@ def operators_beside_training(a: Analysis) -> Rows:
     return rows[~left_out[rows]]
 
 
+def find_line_of_loop(a: Analysis, rows: Rows) -> list[Location]:
+    """Return the line of the loop's own code that sampled stacks name, if most of these operators
+    are of that code. Empty if they are not, or if nothing was sampled."""
+    beside = np.isin(rows, operators_beside_training(a))
+    if a.run_steps is None or 2 * beside.sum() < len(rows):
+        return []
+    line = a.run_steps.hottest_line(stacks.LOOP)
+    return [] if line is None else [line.location]
+
+
 def largest_operators(a: Analysis, rows: Rows) -> dict[str, float]:
     """Return the operators with most time among these, with their time per profiled step, ns."""
     cpu = a.trace.cpu

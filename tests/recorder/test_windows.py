@@ -130,6 +130,7 @@ def test_first_window_says_how_many_page_faults_came_before_it(
     opened = record.events_of("window")[0]
     assert opened["fault_steps"] == [1, 5]
     assert 5 * pages <= opened["minor_faults"] < 10 * pages
+    assert 100 < opened["fault_ns"] < 100_000
     # another test may have used more memory before
     assert opened["memory_growth"] < 5 * pages * mmap.PAGESIZE
 

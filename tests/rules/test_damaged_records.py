@@ -75,6 +75,7 @@ KEYS = st.sampled_from(
         "fault_steps",
         "minor_faults",
         "memory_growth",
+        "fault_ns",
     ]
 )
 EVENTS = st.builds(

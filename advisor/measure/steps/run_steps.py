@@ -61,6 +61,10 @@ MAX_NOT_WAITING_SHARE = 0.9
 """Share of the device's time per step below which the host's time shows that it does not wait."""
 
 
+MAX_FAULT_NS = 1_000_000
+"""Time of a page fault, ns, above which a measurement is not believed."""
+
+
 class FaultsAroundWindow(NamedTuple):
     """Page faults of the process that needed no disk, before and after the first window. The window
     can end them: the C library keeps more freed memory once the profiler has freed large blocks."""
@@ -73,6 +77,8 @@ class FaultsAroundWindow(NamedTuple):
     """Steps in which they were counted."""
     after: float | None
     """Mean number in a step after the window, or ``None`` if not sampled."""
+    fault_ns: float | None = None
+    """Time of a page fault that the recorder measured on the machine, ns, or ``None``."""
 
 
 class RunSteps:
@@ -179,7 +185,10 @@ class RunSteps:
         if not counted.any():
             return None
         after = self._faults_after(int(np.flatnonzero(counted)[-1]))
-        return FaultsAroundWindow(faults / int(counted.sum()), growth, counted, after)
+        fault_ns = event.get("fault_ns")
+        if not isinstance(fault_ns, int | float) or not 0 < fault_ns < MAX_FAULT_NS:
+            fault_ns = None
+        return FaultsAroundWindow(faults / int(counted.sum()), growth, counted, after, fault_ns)
 
     def _faults_after(self, row: int) -> float | None:
         """Return the page faults per step that samples counted after the first window, which
@@ -213,7 +222,7 @@ class RunSteps:
         if before.sum() < _MIN_STEPS or not after.any():
             return none
         usual, next_usual = float(np.median(self.dur[before])), float(np.median(self.dur[after]))
-        ended_ns = (faults.per_step - faults.after) * FAULT_NS
+        ended_ns = (faults.per_step - faults.after) * (faults.fault_ns or FAULT_NS)
         has_changed = next_usual <= (1 - MIN_SHORTER) * usual
         return before if has_changed and ended_ns >= _MIN_FAULT_SHARE * usual else none
 

@@ -30,7 +30,7 @@ StepProperty = Literal["", "sizes repeat"]
 Instants = Literal[
     "", "step_start", "graph_break", "between_steps", "read_loop", "after_read", "round_trip",
     "recompute", "second_forward", "repeated_backward", "rebuilt_weights", "unused_gradient",
-    "new_shape", "graph_entry", "without_gradient", "loop",
+    "new_shape", "graph_entry", "without_gradient", "evaluation", "loop",
 ]  # fmt: skip
 """Contexts that ``Select.at`` names. Its docstring describes each."""
 Operation = Literal[
@@ -101,7 +101,8 @@ class Select(Struct, frozen=True, kw_only=True, omit_defaults=True):
     weights that nothing trains are cast or normalised. ``unused_gradient``: while gradients are
     computed for parameters that no optimizer has. ``new_shape``: while an operator prepares for an
     input shape that occurs for the first time. ``without_gradient``: in runs of operators without
-    gradient around a read of a size, inside a trained forward pass."""
+    gradient around a read of a size, inside a trained forward pass. ``evaluation``: in calls of a
+    trained module in evaluation mode, which each step makes."""
     region: tuple[str, ...] = ()
     """Compiled functions, by number (``1`` of ``Torch-Compiled Region: 1/0``), for ``graph_break``.
     Only breaks that lead into them are selected."""

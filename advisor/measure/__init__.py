@@ -43,7 +43,7 @@ from advisor.measure.host.launches import (
     launched_before_recording,
 )
 from advisor.measure.host.layers import measure_layers
-from advisor.measure.host.module_calls import read_calls
+from advisor.measure.host.module_calls import read_calls, step_evaluations
 from advisor.measure.host.new_shapes import new_shape_calls, new_shape_spans
 from advisor.measure.host.operators import measure_operators
 from advisor.measure.host.rebuilt_weights import rebuilt_weights, rebuilt_weights_time
@@ -516,6 +516,9 @@ class Analysis:
         """Aligned with ``trace.cpu``: for rows of the backward pass, row of the forward operator
         that created their node, or -1 (``stacks.py``)."""
         return forward_ops(self.trace)
+
+    step_evaluations = _Measurement(step_evaluations)
+    """Host time in which steps run a trained module in evaluation mode."""
 
     module_calls = _Measurement(read_calls)
     """The recorder's log of module calls in the window."""

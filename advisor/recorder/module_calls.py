@@ -34,6 +34,9 @@ class CallLog:
     line, and the time. An end has no class."""
 
     def __init__(self) -> None:
+        from torch import is_grad_enabled
+
+        self._has_gradients = is_grad_enabled
         self._log: list[Any] = []
         self._count = 0
         self._anchor = _read_clocks()
@@ -44,7 +47,8 @@ class CallLog:
             return False
         self._count += 1
         if outermost:
-            self._log.extend((_OUTERMOST, 0, None, 0, 0))
+            mode = module.__dict__.get("training", True) + 2 * self._has_gradients()
+            self._log.extend((_OUTERMOST, id(module), None, mode, 0))
         self._log.extend((type(module), id(module), caller.f_code, caller.f_lineno, now()))
         return True
 
@@ -59,17 +63,22 @@ class CallLog:
         ``anchor_perf_ns`` and ``anchor_unix_ns`` are the same instant. ``calls`` has the calls by
         begin: level (0 for an outermost call), begin since the anchor, ns, duration, ns, positions
         in ``frames`` of the line that calls and of the ``forward`` (-1 for none), and the position
-        in ``modules``. A call that did not end has -1 ns. ``names`` has the names that
-        the code of a ``forward`` reads: its position, the name, and the position of the line."""
+        in ``modules``. A call that did not end has -1 ns. ``outermost`` has for each of the
+        outermost calls: a number for the module, 1 if it is in training mode, 1 if gradients are
+        enabled. ``names`` has the names that the code of a ``forward`` reads: its position, the
+        name, and the position of the line."""
         frames: dict[str, int] = {}
         modules: dict[str, int] = {}
         calls: list[list[int]] = []
+        outermost: list[list[int]] = []
+        numbers: dict[int, int] = {}
         open_calls: list[tuple[list[int], str]] = []
         names: dict[type, list[tuple[str, str]]] = {}
         perf_ns, unix_ns = self._anchor
         for kind, key, code, line, time in zip(*(self._log[i::5] for i in range(5)), strict=False):
             if kind is _OUTERMOST:
                 open_calls.clear()  # an interrupt may have come before an end
+                outermost.append([numbers.setdefault(key, len(numbers)), line & 1, line >> 1])
             elif kind is not None:
                 texts = frame_text(code, line or 0), _forward_text(kind)
                 caller, forward = (frames.setdefault(t, len(frames)) if t else -1 for t in texts)
@@ -95,7 +104,7 @@ class CallLog:
         ]
         anchor = {"anchor_perf_ns": perf_ns, "anchor_unix_ns": unix_ns}
         data = {"frames": list(frames), "modules": list(modules), "calls": calls, "names": rows}
-        return data | anchor
+        return data | anchor | {"outermost": outermost}
 
 
 def _read_clocks() -> tuple[int, int]:

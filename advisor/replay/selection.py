@@ -158,7 +158,7 @@ def host_spans(a: Analysis, select: Select) -> tuple[Ints, ...]:
 
 EXCLUSIVE_INSTANTS = (
     "recompute", "second_forward", "repeated_backward", "rebuilt_weights", "unused_gradient",
-    "without_gradient",
+    "without_gradient", "evaluation",
 )  # fmt: skip
 """Instants of ``Select.at`` in which a thread does only the named work."""
 

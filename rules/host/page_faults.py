@@ -7,7 +7,6 @@ from advisor.core.finding import WHOLE_STEP, Finding, Outcomes
 from advisor.core.rule import Evidence, Factor, Rule, Threshold
 from advisor.core.run_directory import HostSample
 from advisor.measure import Analysis
-from advisor.measure.steps.run_steps import FaultsAroundWindow
 from advisor.rules.support.citations import CHOSEN, CURED_RECORDINGS
 from advisor.rules.support.common import impact_per_step, run_steps_of
 from advisor.testing import Examples, TraceBuilder
@@ -31,7 +30,9 @@ class PageFaults(Rule):
     the recorder measured on the machine. Without that, it is the usual time.
 
     Memory that is filled for the first time causes page faults too, which no setting saves. So the
-    rule is silent if the process grew by more than a share of the pages."""
+    rule is silent if the process grew by more than a share of the pages. If later
+    steps have few page faults, and the first ones were not longer by their time, it is silent too.
+    The C library has then raised its limits by itself."""
 
     id = "page-faults"
     title = "Each step returns memory to the system and takes it again"
@@ -84,26 +85,26 @@ class PageFaults(Rule):
         lengths = run_steps.dur[faults.counted]
         if float(lengths.sum()) < self.min_counted_ms * 1e6:
             return
+        saved, per_step = run_steps.saved_by_window, faults.per_step
+        if saved is None and faults.after is not None:
+            per_step = min(per_step, faults.after)  # the steps after the window are the run's own
         step = float(np.median(lengths))
         each_ns = faults.fault_ns or self.fault_us * 1e3
-        fault_ns = faults.per_step * each_ns
+        fault_ns = per_step * each_ns
         if fault_ns < self.min_share * step:
             return
         counted_bytes = faults.per_step * len(lengths) * PAGE_BYTES
         if faults.growth > self.max_growth * counted_bytes:
             return
-        saved = run_steps.saved_by_window
         gain, method = saved, "median step before the window less the median after it"
         if gain is None:
             time = "usual" if faults.fault_ns is None else "measured"
             gain, method = fault_ns, f"page faults times their {time} time"
         low, high = gain * self.worst_x, gain * self.best_x
         if saved is None and faults.fault_ns is None:
-            low, high = (
-                faults.per_step * us * 1e3 for us in (self.worst_fault_us, self.best_fault_us)
-            )
+            low, high = (per_step * us * 1e3 for us in (self.worst_fault_us, self.best_fault_us))
         yield Finding(
-            summary=_describe(faults, step, fault_ns, saved),
+            summary=_describe(per_step, step, fault_ns, saved),
             evidence=[
                 Evidence("time of page faults", gain, "ns", per="step"),
                 Evidence("page faults per step before the profiled window", faults.per_step),
@@ -126,6 +127,7 @@ class PageFaults(Rule):
             "ended by the window": _build_run(faults=25_000, after_ms=55),
             "large tensors that come and go": _build_run(faults=25_000),
             "measured page faults": _build_run(faults=5_000, fault_ns=2600),
+            "ended, but steps as long": (_build_run(faults=25_000, after_ms=79), "min_share"),
             "few page faults": (_build_run(faults=500), "min_share"),
             "short page faults": (_build_run(faults=5_000, fault_ns=900), "min_share"),
             "memory that grows": (_build_run(faults=25_000, growth=400 << 20), "max_growth"),
@@ -136,15 +138,15 @@ class PageFaults(Rule):
         }
 
 
-def _describe(faults: FaultsAroundWindow, step: float, ns: float, saved: float | None) -> str:
-    size = t.format_bytes(faults.per_step * PAGE_BYTES)
+def _describe(per_step: float, step: float, ns: float, saved: float | None) -> str:
+    size = t.format_bytes(per_step * PAGE_BYTES)
     if saved is None:
         return (
-            f"{faults.per_step:,.0f} page faults per step take about {t.format_duration(ns)} of "
+            f"{per_step:,.0f} page faults per step take about {t.format_duration(ns)} of "
             f"{t.format_duration(step)}: each step takes {size} from the system again."
         )
     return (
-        f"{faults.per_step:,.0f} page faults per step take {t.format_duration(saved)} of "
+        f"{per_step:,.0f} page faults per step take {t.format_duration(saved)} of "
         f"{t.format_duration(step)}: each step takes {size} from the system again. The profiled "
         "window ended them, because the C library kept the memory from then on."
     )

@@ -46,6 +46,8 @@ CASES = {
     "sliding_window": "growing-concatenation",
     "growing_metric": "growing-inputs",
     "last_position": "dropped-positions",
+    "step_evaluation": "step-evaluation",
+    "triplets": "looped-operators",
     "micro_batches": "small-micro-batches",
     "hooks": "module-hooks",
     "one_by_one": "unbatched-calls",

@@ -12,6 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from advisor.core.finding import Location
+from advisor.core.intervals import EMPTY, Intervals, intersect, union
 from advisor.core.run_directory import MAX_VALUE
 from advisor.measure.host.stacks import (
     CodeOwner,
@@ -21,6 +22,7 @@ from advisor.measure.host.stacks import (
     normalize_operator_name,
     parse_frame,
 )
+from advisor.measure.steps.steps import step_of
 
 if TYPE_CHECKING:
     from advisor.core.trace import Trace
@@ -139,7 +141,7 @@ def read_calls(a: Analysis) -> LoggedCalls | None:
     ranges = a.trace.cpu.filter(pl.col("name") == FORWARD_RANGE).sort("ts")
     if log is None or not ranges.height or ranges["thread"].n_unique() > 1:
         return None
-    frames, modules, calls, lines, origin = log
+    frames, modules, calls, lines, origin, _ = log
     earliest = int(ranges["ts"][0]) - MAX_CLOCK_ERROR_NS  # warm-up before it is not in the trace
     is_outermost = (calls[:, 0] == 0) & (calls[:, 1] + origin >= earliest)
     calls = calls[np.argmax(is_outermost) :]
@@ -189,9 +191,21 @@ def read_calls(a: Analysis) -> LoggedCalls | None:
 _Names = dict[tuple[Frame, str], Frame | None]
 
 
-def _read_log(a: Analysis) -> tuple[list[str], list[str], NDArray[np.int64], _Names, int] | None:
-    """Return frames, modules, calls and names of the window's log, and the anchor's time on the
-    trace's clock. ``None`` if there is no log, or a damaged one."""
+class _ReadLog(NamedTuple):
+    """Log of a window's calls, as read."""
+
+    frames: list[str]
+    modules: list[str]
+    calls: NDArray[np.int64]
+    names: _Names
+    origin: int
+    """Time of the anchor on the trace's clock, ns."""
+    outermost: NDArray[np.int64]
+    """Module, training mode and gradients of each outermost call. Empty if not logged."""
+
+
+def _read_log(a: Analysis) -> _ReadLog | None:
+    """Return the window's log. ``None`` if there is none, or a damaged one."""
     events = [] if a.rank_record is None else a.rank_record.events_of("calls")
     events = [event for event in events if event.get("window") == a.trace.meta.window]
     if not events or a.trace.meta.clock != "unix":
@@ -201,6 +215,7 @@ def _read_log(a: Analysis) -> tuple[list[str], list[str], NDArray[np.int64], _Na
         log = msgspec.convert(event, _Log)
         calls = np.array(log.calls, dtype=np.int64).reshape(-1, 6)
         lines = _read_lines(log.names, [parse_frame(frame) for frame in log.frames])
+        outermost = np.array(log.outermost, dtype=np.int64).reshape(-1, 3)
     except (msgspec.ValidationError, ValueError, OverflowError, IndexError):
         return None
     is_valid = (
@@ -214,7 +229,30 @@ def _read_log(a: Analysis) -> tuple[list[str], list[str], NDArray[np.int64], _Na
     )
     if not is_valid or not 0 < log.anchor_unix_ns < MAX_VALUE:
         return None
-    return log.frames, log.modules, calls, lines, log.anchor_unix_ns - a.trace.meta.start_ns
+    origin = log.anchor_unix_ns - a.trace.meta.start_ns
+    return _ReadLog(log.frames, log.modules, calls, lines, origin, outermost)
+
+
+def step_evaluations(a: Analysis) -> Intervals:
+    """Find host time in which a module runs in evaluation mode and without gradients, although the
+    steps train this module in training mode. Empty unless most steps have such a call, or if the
+    recorder did not log the modes."""
+    log = _read_log(a)
+    if log is None or a.module_calls is None:
+        return EMPTY
+    _, _, calls, _, origin, outermost = log
+    calls = calls[calls[:, 0] == 0]
+    if len(outermost) != len(calls):
+        return EMPTY
+    begin, end = calls[:, 1] + origin, calls[:, 1] + calls[:, 2] + origin
+    step = step_of(a.steps, begin)
+    in_step = step.is_not_null().to_numpy() & (calls[:, 2] > 0)
+    module, in_training, has_gradients = outermost.T
+    trained = module[in_step & (in_training > 0) & (has_gradients > 0)]
+    chosen = in_step & np.isin(module, trained) & (in_training == 0) & (has_gradients == 0)
+    if 2 * step.filter(pl.Series(chosen)).n_unique() <= a.step_count:
+        return EMPTY
+    return intersect(union(begin[chosen], end[chosen]), a.steps.host_spans)
 
 
 class _Log(msgspec.Struct):
@@ -225,6 +263,7 @@ class _Log(msgspec.Struct):
     calls: list[list[int]]
     names: list[tuple[int, str, int]]
     anchor_unix_ns: int
+    outermost: list[tuple[int, int, int]] = []
 
 
 def _read_lines(names: list[tuple[int, str, int]], frames: list[Frame | None]) -> _Names:

@@ -199,6 +199,7 @@ _INSTANTS: dict[str, Callable[[Analysis], Intervals]] = {
     "read_loop": attrgetter("read_loops"), "after_read": attrgetter("after_reads"),
     "round_trip": attrgetter("trip_intervals"), "recompute": attrgetter("recompute_time"),
     "second_forward": attrgetter("second_forwards"),
+    "evaluation": attrgetter("step_evaluations"),
     "repeated_backward": attrgetter("repeated_backwards"),
     "rebuilt_weights": attrgetter("rebuilt_weights_time"),
     "unused_gradient": attrgetter("unused_gradient_work.spans"),

@@ -65,6 +65,13 @@ MAX_FAULT_NS = 1_000_000
 """Time of a page fault, ns, above which a measurement is not believed."""
 
 
+LONG_FAULT_NS = 2_000
+"""Time of a page fault, ns, that is not exceeded by much where it was not measured."""
+MAX_FAULTS_RATIO = 1.6
+"""Maximum ratio of the time that a window saved to the time of the page faults that it ended. If it
+saved more, something else made the steps before it long."""
+
+
 class FaultsAroundWindow(NamedTuple):
     """Page faults of the process that needed no disk, before and after the first window. The window
     can end them: the C library keeps more freed memory once the profiler has freed large blocks."""
@@ -211,7 +218,8 @@ class RunSteps:
     @cached_property
     def before_window(self) -> Bools:
         """Steps before the first window, without the first ones, if the window ended page faults
-        that made them longer: the steps after it are those of another program. Else no steps."""
+        that made them longer: the steps after it are those of another program. Else no steps.
+        Also none if the steps became shorter than these page faults explain."""
         none = np.zeros(len(self.steps), dtype=bool)
         faults = self.page_faults
         if faults is None or faults.after is None:
@@ -224,6 +232,8 @@ class RunSteps:
         usual, next_usual = float(np.median(self.dur[before])), float(np.median(self.dur[after]))
         ended_ns = (faults.per_step - faults.after) * (faults.fault_ns or FAULT_NS)
         has_changed = next_usual <= (1 - MIN_SHORTER) * usual
+        longest_ns = (faults.per_step - faults.after) * (faults.fault_ns or LONG_FAULT_NS)
+        has_changed &= usual - next_usual <= MAX_FAULTS_RATIO * longest_ns
         return before if has_changed and ended_ns >= _MIN_FAULT_SHARE * usual else none
 
     @cached_property

@@ -146,5 +146,7 @@ def _format_share_and_range(finding: Finding) -> str:
     """Format a gain's share and range: `` (24%; range 29.2 to 45.4 ms)``. May be empty."""
     share = None if finding.impact is None else finding.impact.share
     ends = t.format_gain_range(finding)
+    if finding.impact is not None and not finding.impact.low_ns:
+        ends = ends if not t.format_saving(finding.impact).startswith("up to ") else None
     parts = [t.format_share(share)] * (share is not None) + [f"range {ends}"] * bool(ends)
     return f" ({'; '.join(parts)})" * bool(parts)

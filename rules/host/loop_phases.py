@@ -199,9 +199,12 @@ class LoopPhases(LoopRule):
         "a sort": {
             "title": "Sorting outside the model takes much of the step",
             "fix": "Select the largest values with torch.topk, if the order of the others is not "
-            "used. torch.kthvalue finds a single value by rank.",
+            "used. torch.kthvalue finds a single value by rank. The rank of one value is the "
+            "number of larger ones.",
             "code": "values, ids = torch.topk(scores, k)     # not argsort or sort\n"
-            "# the smallest: largest=False",
+            "# the smallest: largest=False\n"
+            "# the rank of scores[i, wanted[i]], without a sort\n"
+            "rank = (scores > scores.gather(1, wanted[:, None])).sum(1)",
             **_SORT_TEXTS,
         },
         "a sort before sampling": {

@@ -23,6 +23,7 @@ from advisor.rules.support.common import (
     of_step,
     outermost_in_steps,
     scale_edit,
+    sum_column,
 )
 from advisor.rules.support.kernel_work import exact_pattern
 from advisor.rules.support.loop_operators import find_line_of_loop
@@ -178,7 +179,10 @@ class LoopedOperators(Rule):
     loop takes as many elements out of a tensor. The rule is silent if code in
     between reads a result or joins two of them, as a recurrence does, because then the order
     matters. Joins inside a DataLoader make batches and do not count. Python between the loop's
-    operators counts too."""
+    operators counts too.
+
+    Nested loops have many short joins: a loop over states in a loop over time. With 8 inner loops
+    or more in a step, one of the two has independent elements, whatever its operators read."""
 
     id = "looped-operators"
     title = "A Python loop runs operators on one element at a time"
@@ -195,6 +199,8 @@ class LoopedOperators(Rule):
     )
 
     min_calls = Threshold(64, "calls of an operator for one join of their results", CHOSEN)
+    min_nested_loops = Threshold(8, "inner loops per step, each with a join of its own", CHOSEN)
+    max_call_us = Threshold(100, "µs per operator of an inner loop; longer ones do work", CHOSEN)
     min_share = Threshold(0.10, "of the step in the loop's operators and their backward", XPROF)
     factor = Factor(0.1, "of the time, with one operator for all elements", CHOSEN)
     worst_factor = Factor(0.4, "of the time remains at most, if elements are much work", CHOSEN)
@@ -220,16 +226,25 @@ class LoopedOperators(Rule):
             return
         table = outermost_in_steps(a)
         table = table.filter(~pl.Series(_is_excluded(a, table["row"].to_numpy())))
-        joins = _count_long_joins(a, table) or self._count_sums(a, table)
+        joins, is_nested = _count_long_joins(a, table) or self._count_sums(a, table), False
+        calls_per_join = float(self.min_calls)
         if joins < a.step_count:
-            return
+            joins, elements = _count_short_joins(a, table)
+            is_nested = joins >= self.min_nested_loops * a.step_count
+            calls_per_join = elements / max(joins, 1)
+            if not is_nested or elements < self.min_calls * a.step_count:
+                return
         counts = table.group_by("name").agg(pl.len(), pl.col("ns").sum(), pl.col("inputs").first())
-        counts = counts.filter(pl.col("len") >= self.min_calls * joins)
+        counts = counts.filter(pl.col("len") >= calls_per_join * joins)
         loop_names = counts["name"].to_list()
         forward = [name for name in loop_names if not name.startswith(NODE_PREFIX)]
         if not forward or any(_MODEL_OPS.match(name) for name in forward):
             return
-        if _carries_results(a, counts):
+        if not is_nested and _carries_results(a, counts):
+            return  # of nested loops, one has independent elements
+        if is_nested and sum_column(counts["ns"]) > self.max_call_us * 1e3 * sum_column(
+            counts["len"]
+        ):
             return
         select = Select(on="host", kind=("op",), name=exact_pattern(loop_names), at="loop")
         ns = selected_host_time(a, select).total
@@ -247,9 +262,7 @@ class LoopedOperators(Rule):
             ),
             evidence=[
                 amount_per_step(a, "the loop and its backward", ns),
-                self.compare(
-                    "calls of each operator", number / joins * a.step_count, "min_calls", "count"
-                ),
+                self.compare("calls of each operator", number, "min_calls", "count", per=a.per),
                 self.compare_share(a, "the loop and its backward", ns),
             ],
             where=[
@@ -274,14 +287,20 @@ class LoopedOperators(Rule):
         return {
             "the largest of each row": _build_graph(between="aten::max"),
             "a sum of losses": _build_graph(sums=True),
-            "a sum over parameters": (_build_graph(sums=True, supply=""), "joins < a.step_count"),
+            "a sum over parameters": (_build_graph(sums=True, supply=""), "not is_nested"),
             "a mean by node": _build_graph(),
             "without gradients": _build_graph(trains=False),
             "a recurrence": (_build_graph(between="aten::add"), "_carries_results"),
             "a loop that reads results": (_build_graph(between="aten::item"), "_carries_results"),
             "a model for each sample": (_build_graph(between="aten::linear"), "_MODEL_OPS"),
-            "a batch is collated": (_build_graph(loader=True), "joins < a.step_count"),
-            "few tensors": (_build_graph(count=12), "joins < a.step_count"),
+            "a batch is collated": (_build_graph(loader=True), "not is_nested"),
+            "nested loops": _build_graph(count=12, between="aten::add", loops=10),
+            "few tensors": (_build_graph(count=12), "not is_nested"),
+            "a few nested loops": (_build_graph(count=20, loops=4), "min_nested_loops"),
+            "nested loops over large tensors": (
+                _build_graph(count=12, loops=10, us=300),
+                "max_call_us",
+            ),
             "a list of some tensors": (_build_graph(count=40), "min_calls"),
             "small compared with the step": (_build_graph(other_us=200_000), "min_share"),
         }
@@ -361,6 +380,18 @@ def _count_long_joins(a: Analysis, table: pl.DataFrame) -> int:
     return sum(not listed or len(listed) > MAX_LISTED for listed in shapes)
 
 
+MIN_SHORT_LIST = 4
+"""Minimum length of a list that an inner loop joins: code without a loop joins two or three."""
+
+
+def _count_short_joins(a: Analysis, table: pl.DataFrame) -> tuple[int, int]:
+    """Return the number of stack calls on lists of known length, and how many tensors they join."""
+    joins = table.filter((pl.col("name") == "aten::stack") & pl.col("inputs").is_not_null())
+    lengths = [_list_length(a, index) for index in joins["inputs"].to_list()]
+    lengths = [length for length in lengths if length >= MIN_SHORT_LIST]
+    return len(lengths), sum(lengths)
+
+
 def _carries_results(a: Analysis, loop_ops: pl.DataFrame) -> bool:
     """Return whether an operator of the loop reads a result or joins two."""
     return any(
@@ -387,23 +418,26 @@ def _build_graph(
     loader: bool = False,
     sums: bool = False,
     supply: str = "aten::index",
+    loops: int = 1,
+    us: float = 15,
     other_us: float = 300,
 ) -> TraceBuilder:
     b = TraceBuilder(gpu=None)
     for _ in b.steps(4):
         with b.range("enumerate(DataLoader)#_X.__next__") if loader else nullcontext():
-            for _ in range(count):
-                b.on_host(supply or "aten::pow", 15)
-                b.on_host("aten::mean", 15)
+            for number in range(1, loops * count + 1):
+                b.on_host(supply or "aten::pow", us)
+                b.on_host("aten::mean", us)
                 if between:
                     shapes = [[4, 32]] if between == "aten::max" else [[4, 32], [4, 32]]
                     b.on_host(between, 5, shapes)
                 if sums:
                     b.on_host("aten::add", 5, [[], []])
-            if not sums:
-                with b.op("aten::stack", [[], []] if count > 30 else [[[32]] * count, []], LIST):
-                    b.host(100)
+                elif number % count == 0:
+                    tensors = [] if count > 30 else [[32]] * count
+                    with b.op("aten::stack", [tensors, []], LIST):
+                        b.host(100)
         b.on_host("aten::softmax", other_us)
-        for _ in range(count if trains else 0):
+        for _ in range(loops * count if trains else 0):
             b.on_host("autograd::engine::evaluate_function: MeanBackward1", 20)
     return b

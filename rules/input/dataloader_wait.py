@@ -33,11 +33,13 @@ from advisor.rules.support.common import (
     workers_of,
 )
 from advisor.rules.support.framework_advice import JAX_AHEAD, TF_PREFETCH
+from advisor.rules.support.library_functions import LibraryUse
 from advisor.rules.support.loader_waits import (
     SINGLE_PROCESS,
     WORKERS,
     LoaderWaits,
     LoadingRule,
+    LoadingSamples,
     find_loading_calls,
     find_waits,
     is_recurring,
@@ -334,6 +336,9 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
     max_taken = Threshold(
         0.5, "of the loading would run on cores that the step needs for its own compute", CHOSEN
     )
+    min_cheaper_share = Threshold(
+        0.3, "of the step in loading that workers cannot take, to advise on its code", CHOSEN
+    )
 
     fix = (
         "Set num_workers={workers} to load in worker processes: on average {needed} would be "
@@ -364,6 +369,13 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             "measure that: advisor try --only workers.",
             "code": "def __getitems__(self, indices):   # of the Dataset: a batch at once\n"
             "    return list(zip(self.x[indices], self.y[indices]))",
+        },
+        "loading is much of the step": {
+            "title": "Loading in the loop's own process takes much of the step",
+            "fix": "Do once what {function} repeats for each sample, or prepare a whole batch at "
+            "once. {rest}",
+            "verify": "Record again: the phase 'data' shrinks.",
+            "assumptions": ("the loading repeats work, or a cheaper call does the same",),
         },
         "other programs take the cores": {
             "fix": "Make loading cheaper, which needs no free core: {cheaper}keep what repeats for "
@@ -446,15 +458,9 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             "edits": [move_loading(moved_share, workers, SINGLE_PROCESS, taken)],
             "assumptions": [_assume_cores(a, workers, cores), self.assumptions[1]],
         }
-        table = table_of_dataset(a)
-        if table is not None:
-            left = self.range_of("remaining_table_share")
-            texts = self.case("a table in memory", function=table)
-            select = Select(on="host", name=SINGLE_PROCESS)
-            texts["edits"] = [scale_edit(select, *(1 - moved_share * (1 - x) for x in left))]
         use = library_of_loading(a, waits)
-        if use is not None and use.cure is not None and table is None:
-            texts |= self.advise_library(use, use.cure, texts["fix"], moved_share, workers)
+        is_much = (own_share or 0.0) > self.max_taken and share >= self.min_cheaper_share
+        texts |= self._advise_on_code(a, samples, use, texts["fix"], workers, is_much=is_much)
         idle = "nothing else runs" if a.device_id is None else "the GPU idles"
         return Finding(
             summary=(
@@ -483,6 +489,35 @@ class SingleProcessLoader(LoadingRule, LoaderWaitRule):
             ],
             **texts,
         )
+
+    def _advise_on_code(
+        self,
+        a: Analysis,
+        samples: LoadingSamples,
+        use: LibraryUse | None,
+        fix: str,
+        workers: int,
+        *,
+        is_much: bool,
+    ) -> dict[str, Any]:
+        """Return the fields of advice on the code that loads: on a table, a library function, or on
+        its hottest line if loading ``is_much`` of the step and workers cannot take it. ``fix``: the
+        advice on workers. Empty if nothing is known of this code."""
+        table, line, moved_share = table_of_dataset(a), samples.other_line, samples.movable_share
+        select = Select(on="host", name=SINGLE_PROCESS)
+        if table is not None:
+            left = self.range_of("remaining_table_share")
+            edits = [scale_edit(select, *(1 - moved_share * (1 - x) for x in left))]
+            return {**self.case("a table in memory", function=table), "edits": edits}
+        if use is not None and use.cure is not None:
+            return self.advise_library(use, use.cure, fix, moved_share, workers)
+        if line is None or not is_much:
+            return {}
+        function = str(line.location.function)
+        return {
+            **self.case("loading is much of the step", function=function, rest=fix),
+            "edits": [scale_edit(select, 1 - moved_share, 1 - moved_share, 1.0)],
+        }
 
     @staticmethod
     def examples() -> Examples:

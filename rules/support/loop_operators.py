@@ -71,10 +71,10 @@ class LoopRule(Rule):
     cases: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "many operators": {
             "title": "A function of the loop runs many small operators in each step",
-            "fix": "Run each operation once on all tensors. Use functions such as "
-            "torch._foreach_norm for lists of parameters, and clip_grad_norm_(foreach=True) to "
-            "clip. For metrics, run one operator on the whole batch. Read results with .item() "
-            "once, after the loop, or every N steps.",
+            "fix": "Run each operation once on all tensors, and before the loop if its result "
+            "stays the same. Use functions such as torch._foreach_norm for lists of parameters, "
+            "and clip_grad_norm_(foreach=True) to clip. For metrics, run one operator on the whole "
+            "batch. Read results with .item() once, after the loop, or every N steps.",
             "code": "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)\n"
             "# metrics: one operator on the batch, such as\n"
             "torch.bincount(target * n + predicted, minlength=n * n)",

@@ -65,8 +65,8 @@ class LoaderWaitRule(Rule):
     falsified_by = "the same step time when the loop reuses one batch"
     confidence = 0.9
     looks_at: ClassVar[Mapping[str, str]] = {
-        "loader": "worker processes pay only if loading takes at least {min_share:.0%} of the "
-        "time and {min_batch_ms:g} ms per batch: handing over a ready batch takes that long"
+        "loader": "little to gain from workers if loading takes under {min_share:.0%} of the time, "
+        "or under {min_batch_ms:g} ms per batch, as long as it takes to hand one over"
     }
 
     _ranges: ClassVar[str]

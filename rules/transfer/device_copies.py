@@ -63,8 +63,7 @@ class DeviceCopies(Rule):
 
     min_share = Threshold(0.05, "of the step", TRACELENS)
     looks_at: ClassVar[Mapping[str, str]] = {
-        "DtoD": "advisor suggests a fix only if such copies take at least {min_share:.0%} of the "
-        "time"
+        "DtoD": "little to gain if such copies take under {min_share:.0%} of the time"
     }
 
     verify = "Profile again: fewer 'Memcpy DtoD' rows, and less time in them."
@@ -242,8 +241,8 @@ class CopiesNotOverlapped(Rule):
         0.5, "of the copy time is hidden: the copies count as overlapped", TRIED_ON_TRACES
     )
     looks_at: ClassVar[Mapping[str, str]] = {
-        "HtoD": "compute hides at least {max_overlap:.0%} of such copies, or the others take less "
-        "than {min_share:.0%} of the time"
+        "HtoD": "little to gain if compute hides {max_overlap:.0%} of such copies, or the others "
+        "take under {min_share:.0%} of the time"
     }
 
     fix = (

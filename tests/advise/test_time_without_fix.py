@@ -60,8 +60,7 @@ def test_exposed_copies_are_distinguished_by_direction(shared_trace: Trace) -> N
     assert part.ns == next(each.ns for each in report.time if each.name == "copies")
     assert part.why == (
         "15.1 ms to the CPU belong to fix 1; "
-        "13.4 ms within the GPU (advisor suggests a fix only if such copies take at least 5% of "
-        "the time)"
+        "13.4 ms within the GPU (little to gain if such copies take under 5% of the time)"
     )
 
 

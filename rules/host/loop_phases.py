@@ -204,7 +204,7 @@ class LoopPhases(LoopRule):
             "code": "values, ids = torch.topk(scores, k)     # not argsort or sort\n"
             "# the smallest: largest=False\n"
             "# the rank of scores[i, wanted[i]], without a sort\n"
-            "rank = (scores > scores.gather(1, wanted[:, None])).sum(1)",
+            "rank = (scores > scores.gather(1, wanted.unsqueeze(1))).sum(1)",
             **_SORT_TEXTS,
         },
         "a sort before sampling": {

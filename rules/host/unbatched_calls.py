@@ -213,7 +213,7 @@ class LoopedOperators(Rule):
     code = (
         "# source, target: index tensors, one entry per pair; made once\n"
         "total = torch.zeros_like(x).index_add(0, target, x[source])\n"
-        "mean = total / count[:, None]   # not torch.stack([x[n].mean(0) for n in ...])"
+        "mean = total / count.unsqueeze(1)   # not torch.stack([x[n].mean(0) for n in ...])"
     )
     verify = "Record again: the step has a few operators in place of thousands."
     falsified_by = "elements that need the result of the previous element"

@@ -102,6 +102,23 @@ class LoopRule(Rule):
             "references": ("https://docs.pytorch.org/vision/stable/ops.html",),
             "assumptions": ("it compares boxes to remove those that overlap",),
         },
+        "samples one by one": {
+            "title": "A function of the loop changes one sample at a time with small operators",
+            "fix": "Change the whole batch at once, with one random number for each sample. "
+            "torchvision.transforms.v2 and Kornia work on batches too.",
+            "code": "n = len(batch)\n"
+            "flip = (torch.rand(n) < 0.5).view(n, 1, 1, 1)\n"
+            "batch = torch.where(flip, batch.flip(-1), batch)\n"
+            "batch = batch * (0.8 + 0.4 * torch.rand(n, 1, 1, 1))",
+            "assumptions": ("it does the same to each sample, with other random numbers",),
+        },
+        "a table": {
+            "title": "A function of the loop makes a table with many small operators in each step",
+            "fix": "Make the table once, before the loop, if it is the same in each step. "
+            "Otherwise fill it with operators on whole tensors.",
+            "code": "filters = make_filters()     # once, before the loop",
+            "assumptions": ("its result is the same in each step",),
+        },
         "figures to show": {
             "title": "A function of the loop computes figures with many operators in each step",
             "fix": "Compute the figures only in steps that show them. Where each step needs them, "
@@ -117,6 +134,9 @@ _CASES_BY_NAME = {
     "overlapping boxes": r"(?:\b|_)(?:nms|ious?|giou|suppress\w*|overlaps?)(?:\b|_)"
     r"|NMS|IoU|Suppress",
     "averaged weights": r"(?:\b|_)ema(?:\b|_)|Ema|EMA|[Tt]eacher|[Mm]omentum|[Aa]verag",
+    "samples one by one": r"(?:\b|_)(?:augment\w*|transforms?|crops?|flips?|jitter|mixup)(?:\b|_)"
+    r"|Augment|Transform|Crop|Flip|Jitter|Mix[Uu]p",
+    "a table": r"(?:\b|_)(?:filters?|grids?|masks?|tables?|basis|anchors?|positions?)(?:\b|_)",
     "figures to show": r"(?:\b|_)(?:log|stats?|metrics?|monitor|summary|track)(?:\b|_)"
     r"|Logg|Stats|Metric|Monitor|Summar|Track",
 }

@@ -438,8 +438,10 @@ def test_a_fix_that_needs_busy_cores_may_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_fix", [False, True])
 def test_loading_without_a_fix_has_a_reason_in_a_program_on_the_cpu(has_fix: bool) -> None:
-    """The loading of this run has one fix. Without that rule the report says why there is none."""
-    off = {} if has_fix else {"whole-record-items": {"enabled": False}}
+    """The loading of this run has a fix, by its record or by its line. Without both the report says
+    why there is none."""
+    rules = {"whole-record-items": {"enabled": False}}
+    off = {} if has_fix else rules | {"single-process-loader": {"min_cheaper_share": 1.0}}
     folder = Path(__file__).parents[1] / "data" / "recorded" / "year_windows.slow"
     report = analyze(folder, Options(config=off))
     labels = [label for part in report.without_fix for label in part.labels]
